@@ -1,0 +1,70 @@
+"""Which implementation answers a request, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import jax
+from jax import Array
+
+from pallas_kernels import paged_xla
+from pallas_kernels.request import AttentionOperands, AttentionRequest
+
+Result = tuple[Array, Array | None]  # out [T, H, D] in q's dtype; LSE float32 [T, H], or None where not asked for
+
+
+class Implementation(NamedTuple):
+    """One kernel family: where it may be chosen unasked, what it lacks, and the call itself."""
+
+    name: str
+    platforms: tuple[str, ...]  # jax lowering platforms on which it may be the first choice; empty: all
+    why_not: Callable[[AttentionRequest], tuple[str, ...]]
+    attend: Callable[[AttentionRequest, AttentionOperands], Result]
+
+
+# In order of preference.
+_ALL = (Implementation("xla", (), paged_xla.why_not, paged_xla.attend),)
+IMPLEMENTATIONS: Mapping[str, Implementation] = MappingProxyType({i.name: i for i in _ALL})
+
+
+def attend(request: AttentionRequest, operands: AttentionOperands, implementation: str | None = None) -> Result:
+    """Run the named implementation, or with none named the first on each platform that has no reasons against it.
+
+    Raises:
+      ValueError: the name is unknown.
+      NotImplementedError: the named implementation, or every one, lacks what the request asks for.
+    """
+    if implementation is not None:
+        if implementation not in IMPLEMENTATIONS:
+            known = ", ".join(repr(name) for name in IMPLEMENTATIONS)
+            raise ValueError(f"implementation: got {implementation!r}, expected None or one of {known}")
+        chosen = IMPLEMENTATIONS[implementation]
+        if reasons := chosen.why_not(request):
+            raise NotImplementedError(f"implementation {implementation!r} cannot run this call: {'; '.join(reasons)}")
+        return chosen.attend(request, operands)
+    default = first_without_reasons(request, "cpu")
+    platforms = {p: first_without_reasons(request, p) for p in ("cuda", "rocm", "tpu")}
+    special = {p: i for p, i in platforms.items() if i.name != default.name}
+    if not special:
+        return default.attend(request, operands)
+    branches = {p: (lambda ops, i=i: i.attend(request, ops)) for p, i in special.items()}
+    return jax.lax.platform_dependent(operands, default=lambda ops: default.attend(request, ops), **branches)
+
+
+def first_without_reasons(request: AttentionRequest, platform: str) -> Implementation:
+    """The implementation that a call without a named one takes on a platform.
+
+    Raises:
+      NotImplementedError: none can run the request; the text lists each with its reasons.
+    """
+    refused = []
+    for candidate in IMPLEMENTATIONS.values():
+        if candidate.platforms and platform not in candidate.platforms:
+            continue
+        reasons = candidate.why_not(request)
+        if not reasons:
+            return candidate
+        refused.append(f"{candidate.name}: {'; '.join(reasons)}")
+    raise NotImplementedError(f"no implementation on {platform} can run this call. {' | '.join(refused)}")
