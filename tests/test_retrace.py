@@ -21,6 +21,11 @@ MIXES = [  # query and context lengths: three times 12 tokens in 4 sequences, of
 ]
 
 
+@pytest.fixture(autouse=True)
+def _fresh_trace_counter():
+    chex.clear_trace_counter()  # it counts by the function's name, also across tests
+
+
 def draw(rng, query_lens, context_lens, **options):
     """A batch of 12 tokens in pages of 4, in shapes that do not hang on the lengths."""
     pages = [-(-(q + c) // 4) for q, c in zip(query_lens, context_lens, strict=True)]
