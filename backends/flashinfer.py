@@ -271,7 +271,7 @@ class FlashInferImpl(AttentionImpl):
     supported_kv_cache_dtypes: ClassVar[tuple[str, ...]] = KV_DTYPES
     metadata_cls: ClassVar[type] = FlashInferMetadata
     can_return_lse_for_decode: ClassVar[bool] = True
-    supports_quant_query_input: ClassVar[bool] = True
+    takes_q_scale: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -280,6 +280,11 @@ class FlashInferImpl(AttentionImpl):
                 f"FLASHINFER with kv_cache_dtype={self.kv_cache_dtype!r}: jattn has no NVFP4 cache"
             )
         super().__post_init__()
+
+    @property
+    def supports_quant_query_input(self) -> bool:
+        """On the SM100 family, with a quantised cache."""
+        return self.quantized and isinstance(self.platform, Cuda) and self.platform.trtllm_prefill
 
     def window(self, causal: bool) -> tuple[int | None, int | None]:
         """The engine plans with a left side alone."""

@@ -89,7 +89,7 @@ class AttentionImpl:
     can_return_lse_for_decode: ClassVar[bool] = False
     lse_base_on_e: ClassVar[bool] = True
     supports_pcp: ClassVar[bool] = False
-    supports_quant_query_input: ClassVar[bool] = False
+    takes_q_scale: ClassVar[bool] = False
     per_head_scales: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -147,6 +147,11 @@ class AttentionImpl:
         return False
 
     # What users call.
+
+    @property
+    def supports_quant_query_input(self) -> bool:
+        """Whether the engine quantises queries before it calls the layer."""
+        return False
 
     @property
     def window_size(self) -> int:
@@ -251,7 +256,7 @@ class AttentionImpl:
             return query, query.dtype if output_dtype is None else jnp.dtype(output_dtype)
         expect(query.dtype.itemsize == 1, "query", describe(query), f"a dtype of {', '.join(QUERY_DTYPES)} or 8 bits")
         scale = layer.q_scale
-        if not self.supports_quant_query_input and not _is_one(scale):
+        if not self.takes_q_scale and not _is_one(scale):
             self._refuse(f"8-bit queries with q_scale={scale!r}; only 1")
         dtype = jnp.dtype(jnp.bfloat16 if output_dtype is None else output_dtype)
         values = query.astype(jnp.float32) * (1.0 if scale is None else scale)

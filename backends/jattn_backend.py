@@ -48,7 +48,7 @@ class JattnMetadataBuilder(AttentionMetadataBuilder):
         """See the base class."""
         common = common_attn_metadata
         seq_lens, causal = common.seq_lens, common.causal
-        if self.spec.attn_type is AttentionType.ENCODER_DECODER:
+        if self.spec.attn_type == AttentionType.ENCODER_DECODER:
             expect(common.encoder_seq_lens is not None, "encoder_seq_lens", None, "int[S]: the keys of cross-attention")
             assert common.encoder_seq_lens is not None
             seq_lens, causal = common.encoder_seq_lens, False
@@ -74,7 +74,7 @@ class JattnImpl(AttentionImpl):
     supported_kv_cache_dtypes: ClassVar[tuple[str, ...]] = KV_DTYPES
     metadata_cls: ClassVar[type] = JattnMetadata
     can_return_lse_for_decode: ClassVar[bool] = True
-    supports_quant_query_input: ClassVar[bool] = True
+    takes_q_scale: ClassVar[bool] = True
     per_head_scales: ClassVar[bool] = True
 
     def batch(self, metadata: JattnMetadata) -> Batch:

@@ -35,7 +35,12 @@ class RocmAiterUnifiedAttentionImpl(RocmAttentionImpl):
 
     backend_name: ClassVar[str] = "ROCM_AITER_UNIFIED_ATTN"
     supported_attn_types: ClassVar[tuple[AttentionType, ...]] = ATTN_TYPES
-    supports_quant_query_input: ClassVar[bool] = True
+    takes_q_scale: ClassVar[bool] = True
+
+    @property
+    def supports_quant_query_input(self) -> bool:
+        """Yes."""
+        return True
 
     def window(self, causal: bool) -> tuple[int | None, int | None]:
         """Causal, or both sides for encoders."""

@@ -65,7 +65,7 @@ class RocmAttentionMetadataBuilder(AttentionMetadataBuilder):
         common = common_attn_metadata
         causal = one_flag(self.backend_name, common.causal)
         seq_lens = common.seq_lens
-        if self.spec.attn_type is AttentionType.ENCODER_DECODER:
+        if self.spec.attn_type == AttentionType.ENCODER_DECODER:
             expect(common.encoder_seq_lens is not None, "encoder_seq_lens", None, "int[S]: the keys of cross-attention")
             assert common.encoder_seq_lens is not None
             seq_lens, causal = common.encoder_seq_lens, False
