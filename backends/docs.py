@@ -32,9 +32,8 @@ the platform that runs it: any backend's `forward` runs anywhere.
 
 ```python
 import jattn
-from backends.contract import AttentionConfig
 
-drafter = AttentionConfig(head_size=128, dtype="bfloat16", kv_cache_dtype="fp8", use_non_causal=True)
+drafter = jattn.AttentionConfig(head_size=128, dtype="bfloat16", kv_cache_dtype="fp8", use_non_causal=True)
 backend = jattn.select_backend(drafter, platform="sm89")   # FlashInferBackend
 print(jattn.explain(drafter, platform="gfx942"))           # every backend, with all reasons
 ```
@@ -72,8 +71,9 @@ kv_cache = layer.do_kv_cache_update(LayerScales(), key, value, kv_cache, metadat
 out = layer.forward(LayerScales(), query, key, value, kv_cache, metadata)
 ```
 
-Under `jit` the lengths are unknown when the metadata is built: one ragged call answers the whole batch. Outside, FLASHINFER
-and ROCM_AITER_FA cut it into decodes and prefills first. The attention is the same.
+Under `jit` the lengths are unknown when the metadata is built: one ragged call answers the whole batch, and one program
+serves any mix of lengths. Outside, FLASHINFER and ROCM_AITER_FA cut the batch into decodes and prefills first; the counts
+are static, so a jitted `forward` compiles again for another cut. The attention is the same.
 
 `kv_cache` is the engine's array, or a `backends.kv_layouts.KVPools`. The kernels take keys and values as two pools; from
 the engine's array each call has to make them: slices of the packed layouts, a transposed copy of the whole ROCM_ATTN
