@@ -276,7 +276,7 @@ def test_alibi_with_window_sinks_and_without_causality():
         check(batch | {"alibi_slopes": slopes} | options)
 
 
-# DFlash: three drafts of four tokens at context 5, 8 and 11 over pages of 4 in scattered tables; then their verification.
+# DFlash: three drafts of four tokens at context 5, 8 and 11 over pages of 4 in scattered tables; then verified.
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_worked_draft_and_verify_example(causal):
     rng = np.random.default_rng(21)
