@@ -225,8 +225,16 @@ def test_sequences_without_context_or_without_queries_among_others():
 
 
 # vllm#28840: LSE in base 2 merged as base e.
-def test_lse_is_a_natural_logarithm():
+def test_lse_is_a_natural_logarithm_and_merges_parts():
     assert count_keys((1, 1), (0, 99)) == [1, 100]
+    batch = batches.draw(np.random.default_rng(24), (1, 1), (50, 99))
+    whole, lse = check(batch)
+    cut = np.array([20, 100], np.int32)  # nothing is left of the second sequence's second part
+    parts = [batch | {"seq_lens": cut}, batch | {"kv_start": cut}]
+    outs, lses = zip(*(jattn.paged_attention(**part, return_lse=True) for part in parts), strict=True)
+    out, merged_lse = jattn.merge_states(outs, lses)
+    assert_close(np.asarray(out), whole, "float32")
+    assert_lse_close(np.asarray(merged_lse), lse, "float32")
 
 
 # vllm#46659: the flags of mixed sequences, without a window, were all taken from one.
