@@ -68,7 +68,13 @@ def check_lengths(request: AttentionRequest, operands: AttentionOperands, hint: 
     longest = request.num_tokens if hint is None else hint
     rules = (
         (loc[0] == 0, "query_start_loc", "its first entry is {0}", "0", (loc[0],)),
-        ((query >= 0).all(), "query_start_loc", "a step of {0}", "entries that never decrease", (query.min(),)),
+        (
+            (query >= 0).all(),
+            "query_start_loc",
+            "{0} followed by {1}",
+            "entries that never decrease",
+            (loc[query.argmin()], loc[query.argmin() + 1]),
+        ),
         (
             loc[-1] <= request.num_tokens,
             "query_start_loc",
@@ -87,7 +93,7 @@ def check_lengths(request: AttentionRequest, operands: AttentionOperands, hint: 
         (
             (from_pages <= capacity).all(),
             "block_table",
-            f"{request.max_pages} columns of {request.page_size} tokens for {{0}} tokens",
+            f"{request.max_pages} columns x {request.page_size} tokens = {capacity} for {{0}} tokens",
             "a table wide enough for seq_lens",
             (from_pages.max(),),
         ),
