@@ -86,9 +86,9 @@ def check_lengths(request: AttentionRequest, operands: AttentionOperands, hint: 
         (
             ((query <= 0) | (lens >= query)).all(),
             "seq_lens",
-            "a length that is {0} shorter than its query length",
+            "a length of {0} for a query length of {1}",
             "seq_len >= query_len: it includes this step's queries",
-            ((query - lens).max(),),
+            (lens[(query - lens).argmax()], query[(query - lens).argmax()]),
         ),
         (
             (from_pages <= capacity).all(),
