@@ -88,14 +88,14 @@ BAD = {  # case: (changes, what the text has to say)
 }
 
 BAD_VALUES = {  # values of arrays: refused where they are concrete
-    "table_too_narrow": ({"seq_lens": np.array([7, 20, 2], np.int32)}, ["block_table", "4 columns of 4 tokens", "20"]),
+    "table_too_narrow": ({"seq_lens": np.array([7, 20, 2], np.int32)}, ["block_table", "16", "20"]),
     "not_monotonic": (
         {"query_start_loc": np.array([0, 5, 1, 7], np.int32)},
-        ["query_start_loc", "-4", "never decrease"],
+        ["query_start_loc", "5", "1", "never decrease"],
     ),
     "not_from_zero": ({"query_start_loc": np.array([1, 2, 5, 7], np.int32)}, ["query_start_loc", "1", "0"]),
     "past_the_end_of_q": ({"query_start_loc": np.array([0, 1, 5, 8], np.int32)}, ["query_start_loc", "8", "7"]),
-    "seq_len_below_query_len": ({"seq_lens": np.array([7, 3, 2], np.int32)}, ["seq_lens", "1 shorter", "query"]),
+    "seq_len_below_query_len": ({"seq_lens": np.array([7, 3, 2], np.int32)}, ["seq_lens", "3", "4"]),
     "negative_seq_len": ({"seq_lens": np.array([7, 9, -2], np.int32)}, ["seq_lens", "-2"]),
     "no_such_page": ({"block_table": np.full((3, 4), 8, np.int32)}, ["block_table", "6", "[0, 8)"]),
     "negative_page": ({"block_table": np.full((3, 4), -1, np.int32)}, ["block_table", "6", "[0, 8)"]),
