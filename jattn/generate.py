@@ -14,7 +14,7 @@ import collections
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -41,6 +41,17 @@ class Sampling:
     seed: int = 0
     stop: tuple[int, ...] | None = None  # tokens that end the text; None: the model's own
 
+    def check(self) -> None:
+        """Check the values.
+
+        Raises:
+          ValueError: one is out of range.
+        """
+        expect(self.max_tokens > 0, "max_tokens", self.max_tokens, "a positive number")
+        warm = bool(np.isfinite(self.temperature)) and self.temperature >= 0
+        expect(warm, "temperature", self.temperature, "a finite number >= 0; 0 takes the most likely token")
+        expect(0 <= self.seed < 2**31, "seed", self.seed, "a number in [0, 2**31)")
+
 
 @dataclasses.dataclass
 class Completion:
@@ -50,6 +61,11 @@ class Completion:
     tokens: list[int] = dataclasses.field(default_factory=list)  # the stop token, if one came, is the last
     reason: Literal["waiting", "running", "stop", "length"] = "waiting"
     logits: list[np.ndarray] = dataclasses.field(default_factory=list)  # [V] for each token, if kept
+
+    @property
+    def finished(self) -> bool:
+        """Whether no token will follow."""
+        return self.reason in ("stop", "length")
 
 
 @dataclasses.dataclass
@@ -61,7 +77,7 @@ class Stats:
     decode_tokens: int = 0
     prefill_seconds: float = 0.0  # of steps with prompt rows
     decode_seconds: float = 0.0
-    compile_seconds: float = 0.0  # of each program's first step, which no rate counts
+    compile_seconds: float = 0.0  # in no rate
     pages: int = 0
     pages_used: int = 0
     pages_peak: int = 0
@@ -139,6 +155,16 @@ def step(
     return sample(logits, batch.temperature, batch.seed, meta.seq_lens), logits, cache
 
 
+def room(prompt_len: int, sampling: Sampling, max_len: int) -> int:
+    """Tokens that a request has in the cache at most: the last one drawn is never written."""
+    return min(prompt_len + sampling.max_tokens, max_len) - 1
+
+
+def pages_needed(prompt_len: int, sampling: Sampling, page_size: int, max_len: int) -> int:
+    """Pages that a request reserves."""
+    return -(-room(prompt_len, sampling, max_len) // page_size)
+
+
 @dataclasses.dataclass
 class _Slot:
     request: int
@@ -213,15 +239,14 @@ class Generator:
         vocab = self.config.vocab_size
         bad = [t for t in prompt if not 0 <= t < vocab]
         expect(not bad, "prompt", f"the token {bad[:1]}", f"ids in [0, {vocab}); use this model's tokenizer")
-        expect(s.max_tokens > 0, "max_tokens", s.max_tokens, "a positive number")
-        warm = bool(np.isfinite(s.temperature)) and s.temperature >= 0
-        expect(warm, "temperature", s.temperature, "a finite number >= 0; 0 takes the most likely token")
-        expect(0 <= s.seed < 2**31, "seed", s.seed, "a number in [0, 2**31)")
+        s.check()
         longest = f"at most {self.max_len - 1} tokens, so that one more fits the context of {self.max_len}; shorten it"
         expect(len(prompt) < self.max_len, "prompt", f"{len(prompt)} tokens", longest)
-        need, have = -(-self._room(prompt, s) // self._page_size), self._pages.num_pages
+        need, have = pages_needed(len(prompt), s, self._page_size, self.max_len), self._pages.num_pages
         came = f"{len(prompt)} tokens and up to {s.max_tokens} more, which take {need} pages"
-        expect(need <= have, "prompt", came, f"at most the pool's {have}; shorten it, lower max_tokens or give more pages")
+        expect(
+            need <= have, "prompt", came, f"at most the pool's {have}; shorten it, lower max_tokens or give more pages"
+        )
         self.completions.append(Completion(prompt))
         self._sampling.append(s)
         self._waiting.append(len(self.completions) - 1)
@@ -232,16 +257,20 @@ class Generator:
         """Whether a request waits or runs."""
         return bool(self._waiting) or any(slot is not None for slot in self._slots)
 
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Step until every request is done; requests' numbers and tokens as they come."""
+        while self.busy:
+            yield from self.step()
+
     def run(self, on_token: OnToken | None = None) -> list[Completion]:
         """Step until every request is done; all completions so far.
 
         Args:
           on_token: called with the request's number and the token as soon as it is there.
         """
-        while self.busy:
-            for request, token in self.step():
-                if on_token is not None:
-                    on_token(request, token)
+        for request, token in self:
+            if on_token is not None:
+                on_token(request, token)
         return self.completions
 
     def step(self) -> list[tuple[int, int]]:
@@ -251,10 +280,12 @@ class Generator:
         if not sum(rows):
             return []
         batch = self._batch(rows)
-        start = time.perf_counter()
-        tokens, logits, self.cache = step(self.params, self.config, self.cache, batch, self._implementation)
-        drawn = np.asarray(tokens)
-        self._count(rows, len(batch.tokens), time.perf_counter() - start)
+        size = len(batch.tokens)
+        if size not in self._compiled:
+            self._compiled.add(size)
+            self.stats.compile_seconds += self._compute(self._batch([0] * len(rows), size))[2]
+        drawn, logits, seconds = self._compute(batch)
+        self._count(rows, size, seconds)
         events = []
         for s, slot in enumerate(self._slots):
             if slot is None or not rows[s]:
@@ -269,9 +300,10 @@ class Generator:
             self._append(s, slot, int(drawn[s]))
         return events
 
-    def _room(self, prompt: Sequence[int], s: Sampling) -> int:
-        """Tokens in the cache at most: the last one drawn is never written."""
-        return min(len(prompt) + s.max_tokens - 1, self.max_len - 1)
+    def _compute(self, batch: Batch) -> tuple[np.ndarray, Array, float]:
+        start = time.perf_counter()
+        tokens, logits, self.cache = step(self.params, self.config, self.cache, batch, self._implementation)
+        return np.asarray(tokens), logits, time.perf_counter() - start
 
     def _admit(self) -> None:
         for s, slot in enumerate(self._slots):
@@ -280,7 +312,7 @@ class Generator:
             request = self._waiting[0]  # in order: nobody is overtaken for ever
             completion = self.completions[request]
             try:
-                self._pages.allocate(request, self._room(completion.prompt, self._sampling[request]))
+                self._pages.allocate(request, room(len(completion.prompt), self._sampling[request], self.max_len))
             except OutOfPages:
                 break
             self._waiting.popleft()
@@ -304,14 +336,15 @@ class Generator:
         completion = self.completions[slot.request]
         return len(completion.prompt) + len(completion.tokens)
 
-    def _batch(self, rows: list[int]) -> Batch:
-        """This step's arrays, of one of two shapes."""
+    def _batch(self, rows: list[int], num_tokens: int | None = None) -> Batch:
+        """Arrays of a step, in one of two shapes; with no rows at all, of one that changes nothing."""
         size = len(self._slots)
-        decode = max(rows) == 1
-        tokens = np.zeros(size if decode else self._rows, np.int32)
-        positions = np.zeros_like(tokens)
+        if num_tokens is None:
+            num_tokens = size if max(rows) == 1 else self._rows
+        tokens, positions = np.zeros((2, num_tokens), np.int32)
         temperature, seed = np.zeros(size, np.float32), np.zeros(size, np.int32)
-        lens, pages, at = [0] * size, [()] * size, 0
+        lens, at = [0] * size, 0
+        pages: list[tuple[int, ...]] = [()] * size
         for s, slot in enumerate(self._slots):
             if slot is None or not rows[s]:
                 continue
@@ -319,18 +352,19 @@ class Generator:
             tokens[at : at + rows[s]] = (completion.prompt + completion.tokens)[slot.done : end]
             positions[at : at + rows[s]] = np.arange(slot.done, end)
             at += rows[s]
-            lens[s], pages[s] = end, self._pages.pages(slot.request)  # type: ignore[call-overload]
+            lens[s], pages[s] = end, self._pages.pages(slot.request)
             temperature[s], seed[s] = self._sampling[slot.request].temperature, self._sampling[slot.request].seed
         metadata = AttentionMetadata.from_lengths(
             rows,
             lens,
             pages,
             page_size=self._page_size,
-            num_tokens=len(tokens),
+            num_tokens=num_tokens,
             max_pages=self._max_pages,
-            max_query_len=1 if decode else None,
+            max_query_len=1 if num_tokens == size else None,
         )
-        return Batch(*map(jnp.asarray, (tokens, positions)), metadata, *map(jnp.asarray, (temperature, seed)))
+        inputs = [jnp.asarray(x) for x in (tokens, positions, temperature, seed)]
+        return Batch(inputs[0], inputs[1], metadata, inputs[2], inputs[3])
 
     def _append(self, s: int, slot: _Slot, token: int) -> None:
         completion, sampling = self.completions[slot.request], self._sampling[slot.request]
@@ -348,10 +382,7 @@ class Generator:
     def _count(self, rows: list[int], size: int, seconds: float) -> None:
         stats = self.stats
         stats.steps += 1
-        if size not in self._compiled:
-            self._compiled.add(size)
-            stats.compile_seconds += seconds
-        elif size == len(self._slots):
+        if size == len(self._slots):
             stats.decode_tokens += sum(rows)
             stats.decode_seconds += seconds
         else:
@@ -360,7 +391,11 @@ class Generator:
 
 
 def generate(
-    params: Params, config: DecoderConfig, prompts: Iterable[Sequence[int]], sampling: Sampling | None = None, **options: Any
+    params: Params,
+    config: DecoderConfig,
+    prompts: Iterable[Sequence[int]],
+    sampling: Sampling | None = None,
+    **options: Any,
 ) -> list[Completion]:
     """Complete some prompts at once.
 

@@ -157,7 +157,7 @@ def embed(params: Params, tokens: Int[Array, " T"]) -> Float[Array, "T E"]:
 
 def head(params: Params, hidden: Float[Array, "R E"]) -> Float[Array, "R V"]:
     """Logits in float32 of rows that passed the last norm; give only the rows that you need."""
-    weight = params.get("head", params["embed"])
+    weight = params["head"] if "head" in params else params["embed"]
     return jnp.einsum("re,ve->rv", hidden, weight, precision=precision(hidden), preferred_element_type=jnp.float32)
 
 

@@ -41,7 +41,7 @@ def dense_forward(params: Params, config: DecoderConfig, tokens: Int[Array, " N"
         return x.at[..., first].set(turned.real).at[..., second].set(turned.imag)
 
     def one_layer(x: Array, w: Params) -> tuple[Array, None]:
-        w = {name: value.astype(jnp.float32) for name, value in w.items()}
+        w = jax.tree.map(lambda value: value.astype(jnp.float32), w)
         y = norm(x, w["attn_norm"])
 
         def heads(name: str) -> Array:
@@ -61,4 +61,5 @@ def dense_forward(params: Params, config: DecoderConfig, tokens: Int[Array, " N"
 
     x, _ = lax.scan(one_layer, params["embed"][tokens].astype(jnp.float32), params["layers"])
     x = norm(x, params["norm"].astype(jnp.float32))
-    return matmul(x, params.get("head", params["embed"]).astype(jnp.float32).T)
+    last = params["embed"] if c.tie_word_embeddings else params["head"]
+    return matmul(x, last.astype(jnp.float32).T)

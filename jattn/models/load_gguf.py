@@ -84,8 +84,7 @@ def load_gguf(path: Path | str, dtype: Any = np.float32) -> LoadedModel:
                 raise stop(path, f"{tensor.name} in format {kind}", "a format that gguf decodes", then) from None
 
         params = read_params(config, read, dtype, progress)
-    name = fields["general.name"].contents() if "general.name" in fields else path.stem
-    return LoadedModel(str(name), config, params, tokenizer)
+    return LoadedModel(path.stem, config, params, tokenizer)
 
 
 def _open(path: Path) -> Any:
@@ -174,7 +173,9 @@ def _tokenizer(path: Path, fields: dict[str, Any]) -> TextTokenizer:
 
     kind = _value(path, fields, "tokenizer.ggml.model", str)
     if kind != "gpt2":
-        raise stop(path, f"a {kind!r} tokenizer", "byte-level BPE ('gpt2')", "take the safetensors folder of this model")
+        raise stop(
+            path, f"a {kind!r} tokenizer", "byte-level BPE ('gpt2')", "take the safetensors folder of this model"
+        )
     pre = _value(path, fields, "tokenizer.ggml.pre", str, "gpt-2")
     if pre not in PRETOKENIZERS:
         then = "take the safetensors folder of this model"
