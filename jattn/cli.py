@@ -106,7 +106,7 @@ def _generate(args: argparse.Namespace) -> int:
     import jax.numpy as jnp
 
     from jattn.generate import Generator, Sampling, pages_needed
-    from jattn.models.load import default_model, load
+    from jattn.models.load_any import default_model, load
     from jattn.stream import OrderedPrinter
     from pallas_kernels.request import expect
 
@@ -157,7 +157,7 @@ def _stats(wanted: bool, generator: object) -> Iterator[None]:
 
 def _demo(args: argparse.Namespace) -> int:
     from jattn import demo
-    from jattn.models.load import default_model
+    from jattn.models.load_any import default_model
 
     return demo.run(args.model or default_model(), args.max_tokens)
 

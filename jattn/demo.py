@@ -10,7 +10,7 @@ import numpy as np
 
 from jattn.generate import Completion, Generator, Sampling
 from jattn.models.dense import dense_forward
-from jattn.models.load import load
+from jattn.models.load_any import load
 from jattn.models.loaded import LoadedModel
 from jattn.stream import OrderedPrinter
 

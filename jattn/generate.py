@@ -74,8 +74,8 @@ class Stats:
 
     steps: int = 0
     prefill_tokens: int = 0
-    decode_tokens: int = 0
-    prefill_seconds: float = 0.0  # of steps with prompt rows
+    decode_tokens: int = 0  # rows of steps without chunks
+    prefill_seconds: float = 0.0  # of steps with chunks of prompts
     decode_seconds: float = 0.0
     compile_seconds: float = 0.0  # in no rate
     pages: int = 0
@@ -89,7 +89,7 @@ class Stats:
 
     @property
     def decode_rate(self) -> float:
-        """Generated tokens a second in steps without prompt rows."""
+        """Generated tokens a second in steps without chunks."""
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
 
@@ -378,15 +378,18 @@ class Generator:
             return
         self._pages.free(slot.request)
         self._slots[s] = None
+        self.stats.pages_used = self._pages.num_pages - self._pages.num_free
 
     def _count(self, rows: list[int], size: int, seconds: float) -> None:
-        stats = self.stats
+        """Count a step, before its rows are counted as done."""
+        stats, slots = self.stats, self._slots
+        left = [0 if x is None else max(len(self.completions[x.request].prompt) - x.done, 0) for x in slots]
         stats.steps += 1
-        if size == len(self._slots):
+        stats.prefill_tokens += sum(map(min, rows, left))
+        if size == len(slots):
             stats.decode_tokens += sum(rows)
             stats.decode_seconds += seconds
         else:
-            stats.prefill_tokens += sum(n for n in rows if n > 1)
             stats.prefill_seconds += seconds
 
 

@@ -2,7 +2,7 @@
 
 from jattn.models.decoder import DecoderConfig, create_cache, embed, forward, head, init_params, layer
 from jattn.models.dense import dense_forward
-from jattn.models.load import default_model, load
+from jattn.models.load_any import default_model, load
 from jattn.models.loaded import LoadedModel
 from jattn.models.tokenizer import TextStream, TextTokenizer
 
