@@ -15,6 +15,9 @@ from jattn.models import load_any
 from tests import tiny_models as tiny
 
 
+pytestmark = pytest.mark.xdist_group("cli")  # they share compiled programs
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return str(tiny.write_hf(tmp_path_factory.mktemp("models") / "tiny", tiny.config(eos_ids=())))
