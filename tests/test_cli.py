@@ -14,7 +14,6 @@ from jattn import cli
 from jattn.models import load_any
 from tests import tiny_models as tiny
 
-
 pytestmark = pytest.mark.xdist_group("cli")  # they share compiled programs
 
 
