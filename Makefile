@@ -16,7 +16,7 @@ demo: $(VENV)/.package $(VENV)/.model ## a real model answers three prompts at o
 	@$(BIN)/jattn demo
 
 test: $(VENV)/.package $(VENV)/.model ## all tests
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: $(VENV)/.package ## style and types
 	$(BIN)/ruff check .

@@ -14,6 +14,8 @@ from jattn import cli
 from jattn.models import load_any
 from tests import tiny_models as tiny
 
+pytestmark = pytest.mark.xdist_group("cli")  # they share compiled programs
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

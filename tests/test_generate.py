@@ -12,6 +12,8 @@ from jattn import generate, models
 from jattn.generate import Completion, Generator, Sampling
 from tests import tiny_models as tiny
 
+pytestmark = pytest.mark.xdist_group("generate")  # they share compiled programs
+
 CONFIG = tiny.config("qwen3", max_position_embeddings=64, eos_ids=())
 OPTIONS = {"num_slots": 3, "step_tokens": 8, "page_size": 4}
 

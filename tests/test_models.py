@@ -127,7 +127,7 @@ def test_taps_are_the_residual_stream_after_a_layer():
         short = tiny.config(num_layers=last + 1)
         cut = params | {"layers": jax.tree.map(lambda x, n=last + 1: x[:n], params["layers"])}
         cache = models.create_cache(short, NUM_PAGES, PAGE_SIZE)
-        hidden, _, _ = models.forward(cut, short, tokens, positions, cache, metadata)
+        hidden, _, _ = jax.jit(models.forward, static_argnums=1)(cut, short, tokens, positions, cache, metadata)
         normed = decoder.rms_norm(tapped[:, column], params["norm"], config.rms_norm_eps)
         np.testing.assert_allclose(normed, hidden, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match=r"taps: got \(4,\), expected layers in \[0, 4\)"):

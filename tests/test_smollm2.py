@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -94,20 +96,20 @@ def test_draws_do_not_hang_on_the_batch(model, prompts):
     assert [c.tokens for c in together] == [complete(model, [p], sampling)[0].tokens for p in prompts[:2]]
 
 
-def test_perplexity(model):
-    """A rotation of the wrong pairs, or a wrong weight, would not read English this well."""
+def test_it_reads_english_and_better_than_with_the_other_rotation(model):
     text = (
         "The Eiffel Tower is a wrought-iron lattice tower on the Champ de Mars in Paris, France. It is named after the"
         " engineer Gustave Eiffel, whose company designed and built the tower from 1887 to 1889."
     )
     tokens = model.tokenizer.encode(text)
     padded = jnp.asarray(tokens + [0] * (-len(tokens) % 128))
-    logits = np.asarray(models.dense_forward(model.params, model.config, padded), np.float64)
-    logits = logits[: len(tokens) - 1]
-    peak = logits.max(-1, keepdims=True)
-    log_total = peak[:, 0] + np.log(np.exp(logits - peak).sum(-1))
-    loss = (log_total - logits[np.arange(len(logits)), tokens[1:]]).mean()
-    assert loss < 1.6
+
+    def loss(config):
+        logits = models.dense_forward(model.params, config, padded)[: len(tokens) - 1]
+        return -float(jax.nn.log_softmax(logits)[jnp.arange(len(logits)), jnp.asarray(tokens[1:])].mean())
+
+    right, wrong = loss(model.config), loss(dataclasses.replace(model.config, rope_layout="half"))
+    assert right < 2.0 and wrong > right + 0.5
 
 
 def test_the_demo(capsys):
