@@ -34,8 +34,8 @@ the platform that runs it: any backend's `forward` runs anywhere.
 import jattn
 
 drafter = jattn.AttentionConfig(head_size=128, dtype="bfloat16", kv_cache_dtype="fp8", use_non_causal=True)
-backend = jattn.select_backend(drafter, platform="sm89")   # FlashInferBackend
-print(jattn.explain(drafter, platform="gfx942"))           # every backend, with all reasons
+backend = jattn.select_backend(drafter, platform="sm89")  # FlashInferBackend
+print(jattn.explain(drafter, platform="gfx942"))  # every backend, with all reasons
 ```
 
 Nothing above asks a device: a platform is a description, in which what the engines read from their environment is a
@@ -66,7 +66,7 @@ from backends.impl import LayerScales
 
 builder = backend.get_builder_cls()(LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, block_size=16))
 layer = backend.get_impl_cls()(32, 128, 128**-0.5, 8)
-metadata = builder.build(0, common)   # common: backends.metadata.CommonAttentionMetadata
+metadata = builder.build(0, common)  # common: backends.metadata.CommonAttentionMetadata
 kv_cache = layer.do_kv_cache_update(LayerScales(), key, value, kv_cache, metadata.slot_mapping)
 out = layer.forward(LayerScales(), query, key, value, kv_cache, metadata)
 ```
