@@ -46,6 +46,7 @@ class Phase(NamedTuple):
     first_token: int
     num_tokens: int
     max_query_len: int
+    from_cache: bool = False  # none of its requests takes new tokens from the arguments
 
 
 class Batch(NamedTuple):
@@ -376,8 +377,8 @@ class AttentionImpl:
                 batch.query_start_loc[ends] - phase.first_token,
                 k_scale=k_scale,
                 v_scale=v_scale,
-                new_k=None if dense is None or key is None else key[rows],
-                new_v=None if dense is None or value is None else value[rows],
+                new_k=None if dense is None or key is None or phase.from_cache else key[rows],
+                new_v=None if dense is None or value is None or phase.from_cache else value[rows],
                 bidirectional_ranges=None if batch.ranges is None else batch.ranges[reqs],
                 layout=pools.layout,
                 max_query_len=max(phase.max_query_len, 1),

@@ -68,7 +68,7 @@ class AiterFlashAttentionMetadata:
         num_long_tokens = self.num_extend_tokens + self.num_prefill_tokens
         longest_decode = min(self.decode_threshold, self.max_query_len)
         return (
-            Phase(0, self.num_decodes, 0, self.num_decode_tokens, longest_decode),
+            Phase(0, self.num_decodes, 0, self.num_decode_tokens, longest_decode, from_cache=True),
             Phase(self.num_decodes, num_long, self.num_decode_tokens, num_long_tokens, self.max_query_len),
         )
 
@@ -141,6 +141,8 @@ class AiterFlashAttentionImpl(AttentionImpl):
 
     def dense_queries(self, query_lens: Array, metadata: AiterFlashAttentionMetadata) -> Bool[Array, " S"] | None:
         """All that is longer than a decode."""
+        if metadata.max_query_len <= metadata.decode_threshold:
+            return None
         return query_lens > metadata.decode_threshold
 
     def split_cache(self, kv_cache: Array) -> KVPools:

@@ -133,9 +133,9 @@ class RocmAttentionImpl(AttentionImpl):
         m = metadata
         return Batch(m.query_start_loc, m.seq_lens, m.block_table, m.causal, m.max_query_len, (), m.mm_prefix_range)
 
-    def dense_queries(self, query_lens: Array, metadata: Any) -> Bool[Array, " S"] | None:
+    def dense_queries(self, query_lens: Array, metadata: RocmAttentionMetadata) -> Bool[Array, " S"] | None:
         """All but single tokens, which the decode kernel answers."""
-        return query_lens > 1
+        return None if metadata.max_query_len <= 1 else query_lens > 1
 
     def split_cache(self, kv_cache: Array) -> KVPools:
         """See `kv_layouts.split_rocm`."""

@@ -151,7 +151,10 @@ def _member(requested: Name) -> AttentionBackendEnum | None:
 def _cached_explain(
     config: AttentionConfig, platform: Platform, requested: AttentionBackendEnum | None, changes: int
 ) -> Explanation:
-    tried = (requested.name,) if requested else platform.priorities(config)
+    try:
+        tried = (requested.name,) if requested else platform.priorities(config)
+    except NotImplementedError:  # the platform has nothing of this kind to try
+        tried = ()
     ours = [m.name for m in AttentionBackendEnum if m.is_provided() and m.name not in tried]
     rows, chosen = [], False
     for name in (*tried, *ours):

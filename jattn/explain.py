@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 
 from backends import selector
 from backends.contract import AttentionBackend, AttentionConfig, AttentionType, Platform
 from backends.selector import Explanation, Name
 
-_FLAGS = tuple(f.name for f in dataclasses.fields(AttentionConfig) if f.type == "bool")
+# Yes-or-no fields of a configuration, with what they ask for.
+_FLAGS = {
+    "use_non_causal": "queries see each other both ways, as a block drafter's do",
+    "use_per_request_causal": "causal and non-causal requests in one batch",
+    "has_sliding_window": "a sliding window",
+    "has_sink": "attention sinks",
+    "use_mm_prefix": "ranges of multimodal tokens that see each other fully",
+    "use_per_head_quant_scales": "a scale for each KV head of a quantised cache",
+    "use_mla": "multi-head latent attention",
+    "use_sparse": "sparse attention",
+    "use_batch_invariant": "the same bits whatever else is in the batch",
+    "use_kv_connector": "blocks that move between processes",
+    "use_pcp": "prefill context parallelism",
+    "use_adaptive_verification": "query lengths that only the device knows",
+    "is_encoder_decoder_model": "a model with cross-attention elsewhere",
+}
 
 
 def select_backend(
@@ -41,17 +55,20 @@ def explain(config: AttentionConfig, *, platform: Platform | str, requested: Nam
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `jattn explain`."""
-    parser.add_argument("--platform", default="cpu", help="sm90, cuda:8.9, gfx942, cpu, tpu:v6e, ... (default: cpu)")
-    parser.add_argument("--backend", default=None, help="ask about this backend alone")
-    parser.add_argument("--head-size", type=int, default=128)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--block-size", type=int, default=None)
-    parser.add_argument("--num-heads", type=int, default=None)
-    parser.add_argument("--num-kv-heads", type=int, default=None)
-    parser.add_argument("--attn-type", choices=[t.value for t in AttentionType], default="decoder")
-    for name in _FLAGS:
-        parser.add_argument(_option(name), dest=name, action="store_true")
+    parser.add_argument("--platform", default="cpu", metavar="P", help="sm90, gfx942, cpu, tpu:v6e, ... (default: cpu)")
+    parser.add_argument("--backend", metavar="NAME", help="choose this one or none")
+    types = [t.value for t in AttentionType]
+    parser.add_argument("--head-size", type=int, default=128, metavar="D", help="(default: 128)")
+    parser.add_argument("--dtype", default="bfloat16", metavar="T", help="of the queries (default: bfloat16)")
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", metavar="T", help="auto, fp8, fp8_e5m2, ... (default: auto)"
+    )
+    parser.add_argument("--block-size", type=int, metavar="N", help="tokens a page (default: the backend chooses)")
+    parser.add_argument("--num-heads", type=int, metavar="N", help="query heads, where they matter")
+    parser.add_argument("--num-kv-heads", type=int, metavar="N", help="KV heads, where they matter")
+    parser.add_argument("--attn-type", choices=types, default="decoder", help="(default: decoder)")
+    for name, text in _FLAGS.items():
+        parser.add_argument(_option(name), dest=name, action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:

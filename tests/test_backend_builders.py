@@ -153,7 +153,7 @@ def test_aiter_fa_cuts_in_three(case):
     counts = (metadata.num_decodes, metadata.num_extends, metadata.num_prefills)
     tokens = (metadata.num_decode_tokens, metadata.num_extend_tokens, metadata.num_prefill_tokens)
     assert (counts, tokens) == ((2, 3, 2), (2, 50, 36))
-    assert metadata.phases == (Phase(0, 2, 0, 2, 1), Phase(2, 5, 2, 86, 40))
+    assert metadata.phases == (Phase(0, 2, 0, 2, 1, from_cache=True), Phase(2, 5, 2, 86, 40))
     spec = engines.make_builder("ROCM_AITER_FA", case, num_speculative_tokens=4)
     assert spec.reorder_batch_threshold == 5
     assert spec.build(0, case.common()).num_decodes == 4

@@ -166,6 +166,25 @@ def test_bytes_are_the_same_cache(name):
         plain.forward(layer, case.query, case.key, case.value, as_bytes, metadata)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_decodes_alone_are_one_call_over_the_cache(name, monkeypatch):
+    """No kernel has to know of new tokens beside the cache in order to decode."""
+    requests = []
+
+    def attend(request, operands, implementation=None):
+        requests.append(request)
+        return engines.numpy_attend(request, operands)
+
+    monkeypatch.setattr(impl_module.dispatch, "attend", attend)
+    case = engines.draw(10, (1, 1, 1), (0, 30, 17), padding_tokens=0)
+    engines.close(run(name, case), engines.expected(case)[0])
+    assert [(r.num_tokens, r.new_kv, r.max_query_len) for r in requests] == [(3, False, 1)]
+    if name == "ROCM_AITER_FA":  # cuts the decodes off
+        requests.clear()
+        run(name, engines.draw(11, (1, 1, 6), (9, 30, 17), padding_tokens=0))
+        assert [(r.num_tokens, r.new_kv) for r in requests] == [(2, False), (6, True)]
+
+
 def test_gfx942_has_its_own_8_bit_format():
     case, layer = fp8_case()
     layer = LayerScales(k_scale=np.float32(0.05), v_scale=np.float32(0.05))

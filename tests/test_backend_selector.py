@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import warnings
 
 import pytest
@@ -312,4 +313,9 @@ def test_the_command(capsys):
     assert run(parser.parse_args(["--backend", "ROCM_AITER_UNIFIED_ATTN", "--non-causal", "--platform", "gfx942"])) == 1
     assert "non-causal attention not supported" in capsys.readouterr().out
     assert run(parser.parse_args(["--mla"])) == 1
+    assert run(parser.parse_args(["--sparse"])) == 1
+    assert "sparse attention not supported" in capsys.readouterr().out
+    flags = {f.name for f in dataclasses.fields(AttentionConfig) if f.type == "bool"}
+    assert flags <= set(vars(parser.parse_args([]))), "every question can be asked"
+    assert max(map(len, parser.format_help().splitlines())) <= 100
     assert explain_function is jattn.explain
