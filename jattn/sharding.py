@@ -20,7 +20,7 @@ from pallas_kernels.request import expect
 
 # Which axis of an argument counts heads (H or KVH) and which sequences (S, T or P); caches and scales see `_specs`.
 _HEADS = {"q": 1, "new_k": 1, "new_v": 1, "sinks": 0, "alibi_slopes": 0}
-_SEQUENCES = ("q", "k_cache", "v_cache", "block_table", "seq_lens", "query_start_loc")
+_SEQUENCES: tuple[str, ...] = ("q", "k_cache", "v_cache", "block_table", "seq_lens", "query_start_loc")
 _SEQUENCES += ("new_k", "new_v", "bidirectional_ranges", "tree_mask", "kv_start", "causal")
 
 
