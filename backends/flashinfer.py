@@ -295,7 +295,8 @@ class FlashInferImpl(AttentionImpl):
         m = metadata
         if m.dcp_world_size > 1:
             raise NotImplementedError(
-                "FLASHINFER with DCP: one rank's keys are part of the answer only; jattn.sharding merges the parts"
+                "FLASHINFER with DCP: one rank's keys are part of the answer only;"
+                " see jattn.sharding.context_parallel_attention"
             )
         return Batch(m.query_start_loc, m.seq_lens, m.block_table, m.causal, m.max_query_len, m.phases)
 

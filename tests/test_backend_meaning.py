@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -179,6 +180,11 @@ def test_decodes_alone_are_one_call_over_the_cache(name, monkeypatch):
     case = engines.draw(10, (1, 1, 1), (0, 30, 17), padding_tokens=0)
     engines.close(run(name, case), engines.expected(case)[0])
     assert [(r.num_tokens, r.new_kv, r.max_query_len) for r in requests] == [(3, False, 1)]
+    requests.clear()
+    layer, impl = LayerScales(), engines.make_impl(name, case)
+    traced = jax.jit(engines.make_builder(name, case).build, static_argnums=0)(0, case.common())
+    impl.forward(layer, case.query, case.key, case.value, engines.fill_cache(name, impl, case), traced)
+    assert [r.new_kv for r in requests] == [False]
     if name == "ROCM_AITER_FA":  # cuts the decodes off
         requests.clear()
         run(name, engines.draw(11, (1, 1, 6), (9, 30, 17), padding_tokens=0))
