@@ -59,3 +59,12 @@ def test_fp8_non_causal(name):
         kv_cache_dtype="fp8_e5m2",
     )
     engines.close(got, want)
+
+
+@pytest.mark.parametrize("name", ["ROCM_ATTN", "FLASHINFER"])
+def test_bfloat16_non_causal(name):
+    """The type that drafters run in; the tolerance is that of the engine's own tests."""
+    case = engines.draw(3, QUERIES, CONTEXTS, dtype="bfloat16", causal=False)
+    out = run(name, case, causal=False, attend=jax.jit)
+    assert out.dtype == jnp.bfloat16
+    engines.close(out, engines.expected(case)[0], atol=1e-2)
