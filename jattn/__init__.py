@@ -13,6 +13,7 @@ check_neighbours()
 from jattn.attention import attend, paged_attention  # noqa: E402
 from jattn.cache import KVCache, gather_pages, merge_states, write_kv  # noqa: E402
 from jattn.checks import debug_checks  # noqa: E402
+from jattn.explain import explain, select_backend  # noqa: E402
 from jattn.metadata import AttentionMetadata  # noqa: E402
 from jattn.page_allocator import OutOfPages, PageAllocator  # noqa: E402
 
@@ -25,8 +26,10 @@ __all__ = [
     "PageAllocator",
     "attend",
     "debug_checks",
+    "explain",
     "gather_pages",
     "merge_states",
     "paged_attention",
+    "select_backend",
     "write_kv",
 ]
