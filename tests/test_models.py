@@ -104,14 +104,20 @@ def test_bfloat16():
 
 def test_layers_keep_to_their_own_pages():
     config, texts = CONFIGS["llama"], draw()
-    cache = models.create_cache(config, NUM_PAGES, PAGE_SIZE)
-    for _, tokens, positions, metadata in ragged_steps(texts):
-        wild = jnp.asarray([-5, NUM_PAGES * PAGE_SIZE, 10**6])  # slots outside a layer's pages write nothing
-        metadata = metadata.replace(slot_mapping=metadata.slot_mapping.at[-3:].set(wild))
-        _, cache, _ = paged(tiny.params(config), config, tokens, positions, cache, metadata)
-    used = np.asarray(cache.k).reshape(config.num_layers, NUM_PAGES * PAGE_SIZE, -1).any(-1)
-    assert used[0].sum() == used[1].sum() == sum(len(t) for t in texts)
+    size = NUM_PAGES * PAGE_SIZE
+
+    def pools(wild):
+        cache = models.create_cache(config, NUM_PAGES, PAGE_SIZE)
+        for _, tokens, positions, metadata in ragged_steps(texts):
+            metadata = metadata.replace(slot_mapping=metadata.slot_mapping.at[-3:].set(jnp.asarray(wild)))
+            _, cache, _ = paged(tiny.params(config), config, tokens, positions, cache, metadata)
+        return np.asarray(cache.k)
+
+    clean = pools([-1, -1, -1])
+    used = clean.reshape(config.num_layers, size, -1).any(-1)
+    assert used.sum(-1).tolist() == [sum(map(len, texts))] * 2
     np.testing.assert_array_equal(used[0], used[1])
+    np.testing.assert_array_equal(pools([-5, size, 10**6]), clean)  # outside a layer's pages: written nowhere
 
 
 def test_taps_are_the_residual_stream_after_a_layer():
