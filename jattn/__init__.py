@@ -14,9 +14,9 @@ from backends.contract import AttentionConfig  # noqa: E402
 from jattn.attention import attend, paged_attention  # noqa: E402
 from jattn.cache import KVCache, gather_pages, merge_states, write_kv  # noqa: E402
 from jattn.checks import debug_checks  # noqa: E402
-from jattn.explain import explain, select_backend  # noqa: E402
 from jattn.metadata import AttentionMetadata  # noqa: E402
 from jattn.page_allocator import OutOfPages, PageAllocator  # noqa: E402
+from jattn.selection import explain, select_backend  # noqa: E402
 
 __version__ = "0.1.0"
 

@@ -1,4 +1,4 @@
-"""The command line: `jattn generate`, `jattn demo`."""
+"""The command line: `jattn generate`, `jattn demo`, `jattn explain`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+
+from jattn import selection
 
 INTERRUPTED = 130  # what shells report for Ctrl-C
 MAX_SLOTS = 8
@@ -29,6 +31,16 @@ compare its logits with a dense forward of the same texts that has no cache.
 
 example:
   jattn demo --max-tokens 40
+"""
+
+_EXPLAIN = """\
+Say which attention backend a configuration gets on a platform, and of every
+other backend each reason why it cannot run it. Asks no device.
+
+examples:
+  jattn explain --platform gfx942 --non-causal
+  jattn explain --platform sm89 --non-causal --kv-cache-dtype fp8
+  jattn explain --platform sm90 --backend FLASHINFER --sink
 """
 
 _MODEL = (
@@ -69,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     form = functools.partial(argparse.RawDescriptionHelpFormatter, width=80, max_help_position=24)
     parser = argparse.ArgumentParser("jattn", description="Paged attention for JAX.", formatter_class=form)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_generate, _add_demo):
+    for add in (_add_generate, _add_demo, _add_explain):
         add(functools.partial(commands.add_parser, formatter_class=form))
     return parser
 
@@ -100,6 +112,12 @@ def _add_demo(add: Callable[..., argparse.ArgumentParser]) -> None:
     p.add_argument("--model", metavar="PATH", help=_MODEL)
     p.add_argument("--max-tokens", type=int, default=64, metavar="N", help="length of each answer (default: 64)")
     p.set_defaults(run=_demo)
+
+
+def _add_explain(add: Callable[..., argparse.ArgumentParser]) -> None:
+    p = add("explain", help="which backend can run a configuration, and why not the others", description=_EXPLAIN)
+    selection.add_arguments(p)
+    p.set_defaults(run=selection.run)
 
 
 def _generate(args: argparse.Namespace) -> int:

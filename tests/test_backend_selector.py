@@ -14,7 +14,7 @@ from backends.contract import AttentionBackend, AttentionConfig, AttentionType
 from backends.platforms import Cpu, Cuda, Rocm, Tpu
 from backends.registry import AttentionBackendEnum, MambaAttentionBackendEnum, register_backend
 from jattn import explain as explain_function
-from jattn.explain import add_arguments, run
+from jattn.selection import add_arguments, run
 from tests import engines
 
 DRAFTER = AttentionConfig(128, "bfloat16", use_non_causal=True)

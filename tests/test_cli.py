@@ -126,3 +126,16 @@ def test_loading_shows_progress_on_a_terminal(folder):
         shown += piece
     os.close(leader)
     assert process.wait(timeout=60) == 0 and b"Loading x" in shown and b"50%" in shown
+
+
+def test_explain_prints_every_backend_with_its_reasons(capsys):
+    assert main(["explain", "--platform", "gfx942", "--non-causal"]) == 0
+    out = capsys.readouterr().out
+    assert "ROCM_ATTN" in out
+    assert "non-causal" in out[out.index("ROCM_AITER_UNIFIED_ATTN") :]
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_explain_fails_where_no_backend_can_run(capsys):
+    assert main(["explain", "--platform", "sm90", "--backend", "FLASHINFER", "--head-size", "80"]) == 1
+    assert "head_size" in capsys.readouterr().out
