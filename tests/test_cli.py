@@ -129,7 +129,7 @@ def test_loading_shows_progress_on_a_terminal(folder):
 
 
 def test_explain_prints_every_backend_with_its_reasons(capsys):
-    assert main(["explain", "--platform", "gfx942", "--non-causal"]) == 0
+    assert cli.main(["explain", "--platform", "gfx942", "--non-causal"]) == 0
     out = capsys.readouterr().out
     assert "ROCM_ATTN" in out
     assert "non-causal" in out[out.index("ROCM_AITER_UNIFIED_ATTN") :]
@@ -137,5 +137,5 @@ def test_explain_prints_every_backend_with_its_reasons(capsys):
 
 
 def test_explain_fails_where_no_backend_can_run(capsys):
-    assert main(["explain", "--platform", "sm90", "--backend", "FLASHINFER", "--head-size", "80"]) == 1
+    assert cli.main(["explain", "--platform", "sm90", "--backend", "FLASHINFER", "--head-size", "80"]) == 1
     assert "head_size" in capsys.readouterr().out
