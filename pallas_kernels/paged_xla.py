@@ -22,7 +22,7 @@ from pallas_kernels.work_plan import Sequences, query_tiles, sequences
 # small enough that a tile of logits (H x rows x keys x 4 bytes) stays near the cache.
 WIDE_ROWS, NARROW_ROWS = 256, 16
 LOGITS_ROWS = 8192  # rows x heads of a wide tile
-KEYS, KEYS_OF_NARROW = 256, 512
+KEYS, KEYS_OF_NARROW, TOGETHER = 256, 128, 4  # the narrow ones go four at a time where all of them are seen
 
 
 def why_not(request: AttentionRequest) -> tuple[str, ...]:
@@ -45,13 +45,14 @@ class Tile(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where keys come from: [begin, end) of positions, and a function from a key tile's index to K, V, scales."""
+    """Where keys come from: [begin, end) of positions, and a function that brings K, V and scales of some key tiles."""
 
     begin: Array
     end: Array
     origin: Array | int  # position of key 0 of tile 0
     keys: int  # tokens a tile
-    fetch: Callable[[Array], tuple[Array, Array, Array | None, Array | None]]
+    together: int  # tiles that are taken at once where all of their keys are seen
+    fetch: Callable[[Array, int], tuple[Array, Array, Array | None, Array | None]]  # (first tile, number of tiles)
 
 
 def attend(request: AttentionRequest, operands: AttentionOperands) -> tuple[Array, Array | None]:
@@ -145,13 +146,15 @@ def _write_rows(into: Array, rows: Array, at: Array, live: Array) -> Array:
 
 
 def _page_source(r: AttentionRequest, ops: AttentionOperands, tile: Tile, end: Array, rows: int) -> Source:
-    keys = KEYS if rows > NARROW_ROWS else KEYS_OF_NARROW
+    keys, together = (KEYS, 1) if rows > NARROW_ROWS else (KEYS_OF_NARROW, TOGETHER)
     pages = max(1, keys // r.page_size)
+    together = max(1, min(together, keys * together // (pages * r.page_size)))
     if not r.batch_invariant:
         pages = min(pages, r.max_pages)
+        together = min(together, -(-r.max_pages // pages))
 
-    def fetch(j: Array) -> tuple[Array, Array, Array | None, Array | None]:
-        ids = kv_pages.page_ids(ops.block_table, tile.seq, j * pages, pages, r.num_pages)
+    def fetch(j: Array, count: int) -> tuple[Array, Array, Array | None, Array | None]:
+        ids = kv_pages.page_ids(ops.block_table, tile.seq, j * pages, count * pages, r.num_pages)
 
         def run(pool: Array) -> Array:
             return kv_pages.gather_heads_first(pool, ids, r.layout)
@@ -163,7 +166,7 @@ def _page_source(r: AttentionRequest, ops: AttentionOperands, tile: Tile, end: A
         v_scale = run(ops.v_scale) if ops.v_scale is not None and r.v_scale == "token" else None
         return run(ops.k_cache), run(ops.v_cache), k_scale, v_scale
 
-    return Source(jnp.int32(0), end, 0, pages * r.page_size, fetch)
+    return Source(jnp.int32(0), end, 0, pages * r.page_size, together, fetch)
 
 
 def _new_source(r: AttentionRequest, ops: AttentionOperands, tile: Tile, rows: int) -> Source:
@@ -171,11 +174,11 @@ def _new_source(r: AttentionRequest, ops: AttentionOperands, tile: Tile, rows: i
     new_k, new_v = ops.new_k, ops.new_v
     keys = KEYS if r.batch_invariant else min(KEYS, r.num_tokens)
 
-    def fetch(j: Array) -> tuple[Array, Array, None, None]:
-        index = jnp.clip(tile.start + j * keys + jnp.arange(keys), 0, r.num_tokens - 1)
+    def fetch(j: Array, count: int) -> tuple[Array, Array, None, None]:
+        index = jnp.clip(tile.start + j * keys + jnp.arange(count * keys), 0, r.num_tokens - 1)
         return new_k[index].swapaxes(0, 1), new_v[index].swapaxes(0, 1), None, None
 
-    return Source(tile.context_len, tile.seq_len, tile.context_len, keys, fetch)
+    return Source(tile.context_len, tile.seq_len, tile.context_len, keys, 1, fetch)
 
 
 def _sweep(
@@ -220,9 +223,9 @@ def _sweep(
         )
         return seen & tile.live[:, None]
 
-    def step(j: Array, state: SoftmaxState, masked: bool) -> SoftmaxState:
-        k_pos = source.origin + j * source.keys + jnp.arange(source.keys)
-        k, v, k_scale, v_scale = source.fetch(j)
+    def step(j: Array, state: SoftmaxState, count: int, masked: bool) -> SoftmaxState:
+        k_pos = source.origin + j * source.keys + jnp.arange(count * source.keys)
+        k, v, k_scale, v_scale = source.fetch(j, count)
         seen = mask(k_pos) if masked else None
         logits = _logits(r, ops, q, k, k_scale, tile.position, k_pos)
         if seen is not None:
@@ -236,19 +239,20 @@ def _sweep(
     lo = (first - source.origin) // source.keys
     hi = -(-(end - source.origin) // source.keys)
     if ranges is not None or square_start is not None:
-        return lax.fori_loop(lo, hi, lambda j, s: step(j, s, True), state)
-    # Between `whole_from` and `whole_to` every live row sees every key.
+        return lax.fori_loop(lo, hi, lambda j, s: step(j, s, 1, True), state)
+    # Between `inner` and `reach` every live row sees every key: whole runs of `together` tiles need no mask.
     left, right = r.window
     inner = begin if left is None else jnp.maximum(begin, tile.last - left)
     reach = source.end if causal is False else jnp.where(causal, jnp.minimum(tile.first + 1, source.end), source.end)
     reach = reach if right is None else jnp.minimum(reach, tile.first + right + 1)
-    whole_from = jnp.clip(-(-(inner - source.origin) // source.keys), lo, hi)
-    whole_to = jnp.clip((reach - source.origin) // source.keys, whole_from, hi)
-    state = lax.fori_loop(whole_from, whole_to, lambda j, s: step(j, s, False), state)
-    before = whole_from - lo
-    edges = before + hi - whole_to
-    edge = lambda n: jnp.where(n < before, lo + n, whole_to + n - before)  # noqa: E731
-    return lax.fori_loop(0, edges, lambda n, s: step(edge(n), s, True), state)
+    run = source.keys * source.together
+    first_run, end_run = -(-(inner - source.origin) // run), (reach - source.origin) // run
+    some = first_run < end_run
+    state = lax.fori_loop(first_run, end_run, lambda n, s: step(n * source.together, s, source.together, False), state)
+    before = jnp.where(some, first_run * source.together, hi) - lo
+    after = jnp.where(some, end_run * source.together, hi)
+    edge = lambda n: jnp.where(n < before, lo + n, after + n - before)  # noqa: E731
+    return lax.fori_loop(0, before + hi - after, lambda n, s: step(edge(n), s, 1, True), state)
 
 
 def _tree_bits(ops: AttentionOperands, seq: Array, row: Array, column: Array) -> Array:

@@ -87,8 +87,10 @@ def test_help_fits_80_columns(capsys, arguments):
     assert len(arguments) == 1 or "example" in out
 
 
-def test_ctrl_c_stops_cleanly(folder):
-    command = [sys.executable, "-m", "jattn.cli", "generate", "a", "--model", folder, "--max-tokens", "120"]
+def test_ctrl_c_stops_cleanly(tmp_path):
+    config = tiny.config(eos_ids=(), max_position_embeddings=20_000)  # far from done when the signal comes
+    folder = str(tiny.write_hf(tmp_path / "tiny", config))
+    command = [sys.executable, "-m", "jattn.cli", "generate", "a", "--model", folder, "--max-tokens", "15000"]
     process = subprocess.Popen([*command, "--temperature", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.read(1)  # it has begun to print
     process.send_signal(signal.SIGINT)
