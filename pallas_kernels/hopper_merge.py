@@ -1,0 +1,125 @@
+"""Finishes the tiles that boundaries between programs cut: one program a boundary and row, weighted by log-sum-exp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import hopper_plan as plan
+
+LN2 = 0.6931471805599453
+LOW = -1e30
+AHEAD = 4  # parts whose loads are in flight together
+
+
+def merge(kernel: Any, inputs: dict[str, Array], results: dict[str, Array], interpret: Any) -> tuple[Array, Array | None]:
+    """Write the rows of cut tiles into `out` (and `lse`), in place."""
+    t, request = kernel.tiling, kernel.request
+    operands = {"table": inputs["table"], **{n: results[n] for n in ("part", "part_max", "part_sum")}}
+    if request.sinks:
+        operands["sinks"] = inputs["sinks"]
+    names = tuple(operands)
+    targets = {n: jax.new_ref(results[n]) for n in ("out", "lse") if n in results}
+
+    def paged_attention_merge(*refs: Any) -> None:
+        _merge_row(kernel, dict(zip(names + tuple(targets), refs, strict=True)))
+
+    plgpu.kernel(
+        paged_attention_merge,
+        out_type=(),
+        grid=(t.programs, t.wgs * t.wg_tokens * t.group),
+        grid_names=("program", "row"),
+        num_threads=1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+    )(*operands.values(), *targets.values())
+    out = jax.freeze(targets["out"])
+    return out, jax.freeze(targets["lse"]) if "lse" in targets else None
+
+
+def _merge_row(kernel: Any, refs: dict[str, Any]) -> None:
+    t, request = kernel.tiling, kernel.request
+    table = refs["table"]
+    rows = request.num_seqs + 1
+    total = table[rows, plan.COST_BEFORE]
+    part = plan.share(total, t)
+    c, row = lax.axis_index("program"), lax.axis_index("row")
+    begin = c * part
+    end = begin + part
+
+    # The tile at the boundary belongs to this program if it began here and does not end here.
+    @pl.when(end < total)
+    def _inside() -> None:
+        s = plan.find_sequence(lambda i: table[i, plan.COST_BEFORE], end, rows)
+        width = jnp.maximum(table[s, plan.WIDTH], 1)
+        before = table[s, plan.COST_BEFORE]
+        item = lax.div(end - before, width)
+        first = before + item * width
+        tiles = jnp.maximum(table[s + 1, plan.TILES_BEFORE] - table[s, plan.TILES_BEFORE], 1)
+        head = lax.div(item, tiles)
+        tile = item - head * tiles
+        token = lax.div(row, t.group)
+        tokens = table[s, plan.Q_LEN] - tile * t.q_tile
+
+        @pl.when((first < end) & (first >= begin) & (token < tokens))
+        def _mine() -> None:
+            last = lax.div(first + width - 1, part)
+            wg = lax.div(token, t.wg_tokens)
+            source = wg * plan.ROWS + (token - wg * t.wg_tokens) * t.group + (row - token * t.group)
+            where = (table[s, plan.Q_START] + tile * t.q_tile + token, head * t.group + row - token * t.group)
+            _combine(kernel, refs, c, last, source, where, (table[s, plan.TILES_BEFORE] + tile, head))
+
+
+def _combine(
+    kernel: Any, refs: dict[str, Any], c: Array, last: Array, row: Array, where: tuple[Array, Array], tile: tuple[Array, Array]
+) -> None:
+    request = kernel.request
+    dim = request.head_dim
+    if dim % 128 == 0:
+        layout: Any = plgpu.Layout.WG_STRIDED((dim,), vec_size=dim // 128)
+    else:  # fewer elements than threads, or an odd number each: every warp holds a copy
+        layout = plgpu.Layout.WGMMA.reduce(0)
+
+    def wide(x: Array) -> Array:
+        return lax.broadcast_in_dim(x, (dim,), [])
+
+    def load(i: Array) -> tuple[Array, Array, Array]:
+        here = i <= last
+        p = jnp.minimum(i, last)
+        slot = jnp.where(p == c, 2 * c + 1, 2 * p)
+        m = jnp.where(here, refs["part_max"][slot, row], LOW)
+        l = jnp.where(here, refs["part_sum"][slot, row], 0.0)
+        return m, l, plgpu.load(refs["part"].at[slot, row], layout=layout, optimized=False)
+
+    def step(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        m, l, acc = carry
+        parts = [load(c + j * AHEAD + i) for i in range(AHEAD)]
+        top = m
+        for part in parts:
+            top = jnp.maximum(top, part[0])
+        scale = jnp.exp2(m - top)
+        l, acc = l * scale, acc * wide(scale)
+        for i, (pm, pl_, x) in enumerate(parts):
+            weight = jnp.where(c + j * AHEAD + i <= last, jnp.exp2(pm - top), 0.0)
+            l, acc = l + pl_ * weight, acc + x * wide(weight)
+        return top, l, acc
+
+    steps = lax.div(last - c + AHEAD, AHEAD)
+    zero = plgpu.layout_cast(jnp.zeros((dim,), jnp.float32), layout)
+    m, l, acc = lax.fori_loop(0, steps, step, (jnp.float32(LOW), jnp.float32(0.0), zero))
+    if request.sinks:
+        sink = refs["sinks"][tile[1], row - lax.div(row, kernel.tiling.group) * kernel.tiling.group]
+        top = jnp.maximum(m, sink)
+        shrink = jnp.exp2(m - top)
+        m, l, acc = top, l * shrink + jnp.exp2(sink - top), acc * wide(shrink)
+    some = l > 0
+    safe = jnp.where(some, l, 1.0)
+    refs["out"].at[where[0], where[1]][...] = (acc * wide(1.0 / safe)).astype(request.q_dtype)
+    if request.return_lse:
+        refs["lse"][tile[0], tile[1], row] = jnp.where(some, (m + jnp.log2(safe)) * LN2, -jnp.inf)

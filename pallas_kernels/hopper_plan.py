@@ -1,0 +1,163 @@
+"""The work plan of the Hopper kernel: static tile sizes, one small table in the graph, and scalar arithmetic on it.
+
+A *tile* is `q_tile` consecutive query tokens of one sequence for one KV head; its cost is a number of KV tiles of
+`block_kv` keys. The tokens past the last sequence form a sequence of their own without keys, so that every row of the
+output is written by some tile. Two ways of handing tiles to programs:
+
+* whole: program c takes tiles c, c + C, ... in an order with the longest first inside each (sequence, KV head), every
+  other round reversed, so that the programs' sums agree. Never splits a tile: results do not depend on the batch.
+* split: all KV tiles of all query tiles are laid on one line, and program c takes the c-th of C equal parts. A tile cut
+  by a boundary is finished by the merge kernel. Every program streams the same number of bytes.
+
+Everything that depends on lengths is either in `table` (one fused XLA kernel) or scalar arithmetic inside the kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.masks import key_span
+from pallas_kernels.request import AttentionOperands, AttentionRequest
+
+NUM_PROGRAMS = 132  # multiprocessors of an H100 or H200 (SXM); elsewhere only the balance suffers
+SMEM_BYTES = 227 * 1024  # what one program may have
+ROWS = 64  # rows of a wgmma tile: one warpgroup's share
+
+# Columns of the table, int32 each; one row a sequence and one for the tokens past the last.
+Q_START, Q_LEN, SEQ_LEN, CAUSAL, KV_START, COST_BEFORE, TILES_BEFORE, WIDTH = range(8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """Static sizes of one compiled kernel."""
+
+    group: int  # query heads a KV head: rows of one token
+    wgs: int  # compute warpgroups
+    block_kv: int
+    stages: int
+    q_slots: int
+    chunk: int  # keys of one TMA copy
+    col: int  # columns of one swizzled tile
+    split: bool
+    programs: int = NUM_PROGRAMS
+
+    @property
+    def wg_tokens(self) -> int:
+        """Query tokens of one warpgroup; row r is head r % group of token r // group."""
+        return ROWS // self.group
+
+    @property
+    def q_tile(self) -> int:
+        """Query tokens of one tile."""
+        return self.wgs * self.wg_tokens
+
+    @property
+    def alloc_rows(self) -> int:
+        """Rows that a warpgroup's query buffer needs so that it holds whole tokens and whole 8-row swizzle atoms."""
+        unit = math.lcm(8, self.group)
+        return -(-ROWS // unit) * unit
+
+
+def choose_tiling(request: AttentionRequest) -> Tiling:
+    """Tile sizes from static facts alone."""
+    group, dim = request.group_size, request.head_dim
+    wg_tokens = ROWS // group
+    short = request.max_query_len <= wg_tokens
+    wgs = 1 if short else 2
+    tiles = -(-request.num_tokens // (wgs * wg_tokens)) + request.num_seqs
+    few = tiles * request.num_kv_heads <= 4 * NUM_PROGRAMS
+    split = not request.batch_invariant and (few or request.max_query_len <= 2 * wg_tokens)
+    block_kv = 128 if dim <= 128 else 64
+    col = next(c for c in (64, 32, 16) if dim % c == 0)
+    q_slots = 2 if dim <= 128 and group & (group - 1) == 0 else 1
+    stage_bytes = 2 * block_kv * dim * 2
+    unit = math.lcm(8, group)
+    q_bytes = wgs * q_slots * (-(-ROWS // unit) * unit) * dim * 2
+    stages = min((SMEM_BYTES - q_bytes - 4096) // stage_bytes, 2 if wgs == 2 and dim <= 128 else 4)
+    return Tiling(
+        group=group,
+        wgs=wgs,
+        block_kv=block_kv,
+        stages=int(stages),
+        q_slots=q_slots,
+        chunk=math.gcd(request.page_size, block_kv),
+        col=col,
+        split=split,
+    )
+
+
+def max_tiles(request: AttentionRequest, tiling: Tiling) -> int:
+    """An upper bound on the number of query tiles of a KV head."""
+    return -(-request.num_tokens // tiling.q_tile) + request.num_seqs + 1
+
+
+def sequence_span(row: dict[int, Array], tiling: Tiling, window: tuple[int | None, int | None]) -> tuple[Array, Array]:
+    """The [first, end) KV tiles that any query of a sequence may need; never empty in cost, maybe in keys."""
+    first, end = key_span(
+        row[SEQ_LEN] - row[Q_LEN],
+        row[SEQ_LEN] - 1,
+        seq_len=row[SEQ_LEN],
+        causal=row[CAUSAL] != 0,
+        window=window,
+        kv_start=row[KV_START],
+    )
+    first = lax.div(first, jnp.int32(tiling.block_kv))
+    end = lax.div(end + (tiling.block_kv - 1), jnp.int32(tiling.block_kv))
+    return first, jnp.maximum(end, first + 1)
+
+
+def table(request: AttentionRequest, operands: AttentionOperands, tiling: Tiling) -> Array:
+    """One int32[S+2, 8] of what the kernels need of each sequence; its last row holds the totals."""
+    num_seqs = request.num_seqs
+    ends = jnp.clip(operands.query_start_loc, 0, request.num_tokens)
+    starts = ends
+    q_len = jnp.concatenate([ends[1:] - ends[:-1], request.num_tokens - ends[-1:]])
+    q_len = jnp.maximum(q_len, 0)
+    zero = jnp.zeros((1,), jnp.int32)
+    seq_len = jnp.concatenate([operands.seq_lens, zero])
+    if request.causal is None:
+        causal = jnp.concatenate([operands.causal.astype(jnp.int32), zero])
+    else:
+        causal = jnp.full((num_seqs + 1,), int(request.causal), jnp.int32)
+    kv_start = jnp.zeros_like(seq_len) if operands.kv_start is None else jnp.concatenate([operands.kv_start, zero])
+    row = {Q_START: starts, Q_LEN: q_len, SEQ_LEN: seq_len, CAUSAL: causal, KV_START: kv_start}
+    tiles = lax.div(q_len + (tiling.q_tile - 1), jnp.int32(tiling.q_tile))
+    first, end = sequence_span(row, tiling, request.window)
+    width = end - first
+    cost = tiles * request.num_kv_heads * (width if tiling.split else 1)
+    before = jnp.stack([_sum_before(cost), _sum_before(tiles)])
+    body = jnp.stack([starts, q_len, seq_len, causal, kv_start])
+    body = jnp.concatenate([body, jnp.zeros((5, 1), jnp.int32)], axis=1)
+    width = jnp.concatenate([width, zero])[None]
+    return jnp.concatenate([body, before, width]).T
+
+
+def _sum_before(x: Array) -> Array:
+    """[0, x0, x0 + x1, ...]; for short arrays as one masked reduction, which XLA fuses with what makes x."""
+    n = x.shape[0]
+    if n > 2048:
+        return jnp.concatenate([jnp.zeros((1,), x.dtype), jnp.cumsum(x, dtype=x.dtype)])
+    earlier = jnp.arange(n)[None, :] < jnp.arange(n + 1)[:, None]
+    return jnp.where(earlier, x[None, :], 0).sum(1, dtype=x.dtype)
+
+
+def share(total: Array, tiling: Tiling) -> Array:
+    """KV tiles of one program's part of the line (split)."""
+    return jnp.maximum(lax.div(total + (tiling.programs - 1), jnp.int32(tiling.programs)), 2)
+
+
+def find_sequence(before: object, position: Array, num_rows: int) -> Array:
+    """The sequence whose part of the line holds `position`: the last s with before(s) <= position."""
+
+    def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = lax.shift_right_logical(low + high, jnp.int32(1))
+        right = before(middle) <= position
+        return jnp.where(right, middle, low), jnp.where(right, high, middle)
+
+    steps = max(num_rows - 1, 1).bit_length()
+    return lax.fori_loop(0, steps, halve, (jnp.int32(0), jnp.int32(num_rows)))[0]

@@ -1,0 +1,86 @@
+"""The steps of the Hopper kernel that the GPU interpreter cannot run, in a form for the device and one for tests.
+
+On the device the accumulators stay in registers (`run_state`), P is wgmma's A operand from registers, and the query
+buffer is seen in two ways: in 8-row tiles by wgmma, untiled by the copies, because a tiled copy that starts at a row
+which is no multiple of 8 moves wrong rows. The interpreter has none of the three; there the two products are plain ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+ROWS = 64
+
+
+def _page(request: Any, ref: Any, page: Array, offset: Array, chunk: int, head: Array) -> Any:
+    rows = pl.ds(offset, chunk)
+    return ref.at[page, rows, head] if request.layout == "NHD" else ref.at[page, head, rows]
+
+
+class Steps:
+    """The device's form."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+    def q_scratch(self, t: Any, cols: int, dtype: Any) -> Any:
+        """Query (and output) tiles: slot, warpgroup, column block."""
+        tiled = (plgpu.TilingTransform((8, t.col)), plgpu.SwizzleTransform(2 * t.col))
+        lead = (t.q_slots, t.wgs, cols)
+        return plgpu.RefUnion(
+            plgpu.SMEM((*lead, t.alloc_rows, t.col), dtype, transforms=tiled),
+            plgpu.SMEM((*lead, t.alloc_rows // t.group, t.group, t.col), dtype, transforms=tiled[1:]),
+        )
+
+    def q_tma(self, q: Any, slot: Array, wg: Any, c: int, t: Any, offset: Any = 0, count: int | None = None) -> Any:
+        """The untiled view, [tokens, group, col]."""
+        return q[1].at[slot, wg, c, pl.ds(offset, t.wg_tokens if count is None else count)]
+
+    def o_put(self, q: Any, slot: Array, wg: Any, c: int, value: Array, t: Any) -> None:
+        """Stage a column block of the output."""
+        q[0].at[slot, wg, c, pl.ds(0, ROWS)][...] = value
+
+    def qk(self, q: Any, slot: Array, wg: Any, keys: Any, ring: Array, between: Any, k: Any) -> Array:
+        """Scores [64, block_kv]."""
+        t = k.tiling
+
+        def run(acc: Any) -> Array:
+            for c in range(k.cols):
+                right = keys.at[ring, :, pl.ds(c * t.col, t.col)].transpose((1, 0))
+                plgpu.wgmma(acc, q[0].at[slot, wg, c, pl.ds(0, ROWS)], right)
+            between()
+            return acc[...]
+
+        return pl.run_scoped(run, plgpu.ACC((ROWS, t.block_kv), jnp.float32))
+
+    def pv(self, acc: Array, p: Array, values: Any, ring: Array, k: Any) -> Array:
+        """acc + p @ values."""
+        return pl.run_state(lambda ref: plgpu.wgmma(ref, p, values.at[ring]))(plgpu.ACC.init(acc))
+
+    def load_pages(self, ref: Any, tile: Any, ring: Array, full: Any, sources: Any, head: Array, k: Any) -> None:
+        """Copy one page after another into a K or V tile."""
+        chunk = k.tiling.chunk
+        for i, (page, offset) in enumerate(sources):
+            src = _page(k.request, ref, page, offset, chunk, head)
+            plgpu.copy_gmem_to_smem(src, tile.at[ring, pl.ds(i * chunk, chunk)], full.at[ring])
+
+    def zero_rows(self, scratch: Any, ring: Array, lo: Array, hi: Array, k: Any) -> None:
+        """Zero the rows of a V tile outside [lo, hi)."""
+        t = k.tiling
+        values = scratch["v"]
+        for r in range(0, t.block_kv, ROWS):
+            for c in range(k.cols):
+                at = values.at[ring, pl.ds(r, ROWS), pl.ds(c * t.col, t.col)]
+                x = plgpu.load(at, layout=plgpu.Layout.WGMMA, optimized=False)
+                row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA) + r
+                at[...] = jnp.where((row >= lo) & (row < hi), x, jnp.zeros_like(x))

@@ -1,0 +1,173 @@
+"""Paged attention on Hopper (sm90) with Pallas Mosaic GPU: prefill, chunk, verify, draft and decode in one kernel."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import hopper_plan as plan
+from pallas_kernels.hopper_merge import merge
+from pallas_kernels.hopper_steps import Steps
+from pallas_kernels.paged_hopper_kernel import FIELDS, LOG2E, Kernel
+from pallas_kernels.request import AttentionOperands, AttentionRequest
+
+HEAD_DIMS = (64, 96, 128, 192, 256)
+
+
+def why_not(request: AttentionRequest) -> tuple[str, ...]:
+    """What this kernel lacks of a request; empty if it can run it."""
+    r = request
+    reasons = []
+    if r.q_dtype.name not in ("bfloat16", "float16"):
+        reasons.append(f"q_dtype={r.q_dtype.name}: only bfloat16 and float16 queries")
+    if r.kv_dtype != r.q_dtype:
+        reasons.append(f"kv_dtype={r.kv_dtype.name}: only a cache in the dtype of q, {r.q_dtype.name}")
+    if r.head_dim not in HEAD_DIMS:
+        reasons.append(f"head_dim={r.head_dim}: only {', '.join(map(str, HEAD_DIMS))}")
+    if r.page_size % 8:
+        reasons.append(f"page_size={r.page_size}: only multiples of 8, the rows of a swizzled tile")
+    if r.group_size > plan.ROWS:
+        reasons.append(f"{r.group_size} query heads a KV head: at most {plan.ROWS}")
+    if r.new_kv:
+        reasons.append("new_k, new_v: keys beside the cache are not supported yet")
+    if r.num_ranges:
+        reasons.append("bidirectional_ranges are not supported")
+    if r.tree_size:
+        reasons.append("tree_mask is not supported")
+    if r.num_tokens == 0:
+        reasons.append("no query tokens")
+    return tuple(reasons)
+
+
+def attend(
+    request: AttentionRequest,
+    operands: AttentionOperands,
+    *,
+    tiling: plan.Tiling | None = None,
+    steps: Steps | None = None,
+    interpret: Any = None,
+) -> tuple[Array, Array | None]:
+    """Attention by the Hopper kernel.
+
+    Args:
+      request: the static side of the call; `why_not(request)` must be empty.
+      operands: its arrays.
+      tiling: overrides the tile sizes.
+      steps: another form of the steps that the interpreter lacks (tests).
+      interpret: a `plgpu.InterpretGPUParams` to run on a CPU.
+    """
+    if reasons := why_not(request):
+        raise NotImplementedError("; ".join(reasons))
+    tiling = tiling or plan.choose_tiling(request)
+    steps = steps or Steps()
+    kernel = Kernel(request, tiling, steps)
+    table = plan.table(request, operands, tiling)
+    q = operands.q
+    if interpret is not None:  # the interpreter has no out-of-bounds fill
+        q = jnp.pad(q, ((0, tiling.q_tile), (0, 0), (0, 0)))
+    inputs = {
+        "q": q,
+        "k": operands.k_cache,
+        "v": operands.v_cache,
+        "block_table": operands.block_table,
+        "table": table,
+    }
+    if request.sinks:
+        inputs["sinks"] = _by_row(operands.sinks * LOG2E, request)
+    if request.alibi:
+        inputs["slopes"] = _by_row(operands.alibi_slopes, request)
+    outputs = _outputs(request, tiling)
+    results = _call(kernel, inputs, outputs, interpret)
+    out, lse = results["out"], results.get("lse")
+    if tiling.split:
+        out, lse = merge(kernel, inputs, results, interpret)
+    if not request.return_lse:
+        return out, None
+    return out, _gather_lse(request, tiling, table, lse)
+
+
+def _by_row(x: Array, request: AttentionRequest) -> Array:
+    """[H] -> [KVH, 64]: the value of each row's head; row r of a tile is head r % group."""
+    group = request.group_size
+    x = x.reshape(request.num_kv_heads, group)
+    return jnp.tile(x, (1, -(-plan.ROWS // group)))[:, : plan.ROWS]
+
+
+def _outputs(request: AttentionRequest, tiling: plan.Tiling) -> dict[str, jax.ShapeDtypeStruct]:
+    rows = tiling.wgs * plan.ROWS
+    out = {"out": jax.ShapeDtypeStruct((request.num_tokens, request.num_heads, request.head_dim), request.q_dtype)}
+    if request.return_lse:
+        shape = (plan.max_tiles(request, tiling), request.num_kv_heads, rows)
+        out["lse"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    if tiling.split:
+        slots = 2 * tiling.programs
+        out["part"] = jax.ShapeDtypeStruct((slots, rows, request.head_dim), jnp.float32)
+        out["part_max"] = jax.ShapeDtypeStruct((slots, rows), jnp.float32)
+        out["part_sum"] = jax.ShapeDtypeStruct((slots, rows), jnp.float32)
+    return out
+
+
+def _scratch(kernel: Kernel) -> dict[str, Any]:
+    request, t = kernel.request, kernel.tiling
+    tiled = (plgpu.TilingTransform((8, t.col)), plgpu.SwizzleTransform(2 * t.col))
+    kv = plgpu.SMEM((t.stages, t.block_kv, request.head_dim), request.kv_dtype, transforms=tiled)
+    full = plgpu.Barrier(num_arrivals=kernel.copies, num_barriers=t.stages)
+    free = plgpu.Barrier(num_arrivals=t.wgs, num_barriers=t.stages)
+    return {
+        "q": kernel.steps.q_scratch(t, kernel.cols, request.q_dtype),
+        "k": kv,
+        "v": kv,
+        "desc": plgpu.SMEM((t.q_slots, FIELDS), jnp.int32),
+        "q_full": plgpu.Barrier(num_arrivals=1 + t.wgs * kernel.cols, num_barriers=t.q_slots),
+        "q_free": plgpu.Barrier(num_arrivals=t.wgs, num_barriers=t.q_slots),
+        "k_full": full,
+        "v_full": full,
+        "k_free": free,
+        "v_free": free,
+        "turn": plgpu.Barrier(num_arrivals=2),
+        "clean": plgpu.Barrier(num_arrivals=1),
+    }
+
+
+def _call(
+    kernel: Kernel, inputs: dict[str, Array], outputs: dict[str, jax.ShapeDtypeStruct], interpret: Any
+) -> dict[str, Array]:
+    names, out_names = tuple(inputs), tuple(outputs)
+
+    def paged_attention_hopper(*refs: Any, **scratch: Any) -> None:
+        kernel.body(dict(zip(names + out_names, refs, strict=True)), scratch)
+
+    results = plgpu.kernel(
+        paged_attention_hopper,
+        out_type=tuple(outputs.values()),
+        scratch_types=_scratch(kernel),
+        grid=(kernel.tiling.programs,),
+        grid_names=("program",),
+        num_threads=kernel.tiling.wgs + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=interpret,
+    )(*inputs.values())
+    return dict(zip(out_names, results, strict=True))
+
+
+def _gather_lse(request: AttentionRequest, tiling: plan.Tiling, table: Array, lse: Array) -> Array:
+    """[tiles, KVH, rows] -> [T, H]."""
+    token = jnp.arange(request.num_tokens)
+    starts = table[: request.num_seqs + 1, plan.Q_START]
+    s = jnp.clip(jnp.searchsorted(starts, token, side="right") - 1, 0, request.num_seqs)
+    within = token - starts[s]
+    tile = table[s, plan.TILES_BEFORE] + within // tiling.q_tile
+    within = within % tiling.q_tile
+    row = within // tiling.wg_tokens * plan.ROWS + within % tiling.wg_tokens * tiling.group
+    rows = row[:, None] + jnp.arange(tiling.group)[None]
+    picked = lse[tile[:, None, None], jnp.arange(request.num_kv_heads)[None, :, None], rows[:, None, :]]
+    return picked.reshape(request.num_tokens, request.num_heads)

@@ -1,0 +1,495 @@
+"""The body of the Hopper kernel: one loading warpgroup, one or two computing ones, all in a persistent program.
+
+The loading warpgroup walks the program's pieces of work (a piece is one query tile of one KV head and a range of KV
+tiles), describes each in shared memory, and streams K and V pages through a ring of stages; it runs ahead of the
+computing warpgroups across pieces, so that the memory never idles. Each computing warpgroup keeps 64 rows (tokens x the
+query heads of one KV head) of the output in registers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import hopper_plan as plan
+from pallas_kernels.hopper_steps import Steps
+from pallas_kernels.masks import common_span, key_span, visible
+from pallas_kernels.request import AttentionRequest
+
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+LOW = -1e30  # start of the running maximum: finite, so that a row without keys needs no special case
+
+# Fields of a piece's description in shared memory.
+ROW, TOKENS, HEAD, POS, LENGTH, CAUSAL, START, T0, F0, F1, T1, DEST, TILE, LAST, CLEAN_LO, CLEAN_HI = range(16)
+FIELDS = 16
+WHOLE = -1  # DEST of a piece that is a whole tile; otherwise the number of its slot among the partial results
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """Static facts of one kernel and the body itself."""
+
+    request: AttentionRequest
+    tiling: plan.Tiling
+    steps: Steps
+
+    @property
+    def copies(self) -> int:
+        """TMA copies of one K or V tile."""
+        return self.tiling.block_kv // self.tiling.chunk
+
+    @property
+    def cols(self) -> int:
+        """Swizzled column blocks of a head."""
+        return self.request.head_dim // self.tiling.col
+
+    def body(self, refs: dict[str, Any], scratch: dict[str, Any]) -> None:
+        """What each warpgroup of each program does."""
+        wgs = self.tiling.wgs
+        wg = lax.axis_index("wg")
+
+        @pl.when(wg < wgs)
+        def _compute() -> None:
+            if wgs == 2:
+                plgpu.set_max_registers(232, action="increase")
+            _compute_pieces(self, refs, scratch, wg)
+
+        @pl.when(wg == wgs)
+        def _load() -> None:
+            if wgs == 2:
+                plgpu.set_max_registers(40, action="decrease")
+            _load_pieces(self, refs, scratch)
+
+
+# ---------------------------------------------------------------------------------------------------- the loading side
+
+
+def _div(a: Array, b: int) -> Array:
+    """Division of non-negative integers; a shift where it can be."""
+    if b & (b - 1) == 0:
+        return lax.shift_right_logical(a, jnp.int32(b.bit_length() - 1))
+    return lax.div(a, jnp.int32(b))
+
+
+def describe_tile(k: Kernel, table: Any, s: Array, tile: Array, head: Array) -> dict[int, Array]:
+    """Fields of the whole tile `tile` of sequence `s`, DEST and LAST apart."""
+    t, request = k.tiling, k.request
+    q_len, seq_len = table[s, plan.Q_LEN], table[s, plan.SEQ_LEN]
+    causal, start = table[s, plan.CAUSAL], table[s, plan.KV_START]
+    context = seq_len - q_len
+    first = tile * t.q_tile
+    tokens = jnp.minimum(q_len - first, t.q_tile)
+    pos = context + first
+    args = dict(seq_len=seq_len, causal=causal != 0, window=request.window, kv_start=start)
+    lo, hi = key_span(pos, pos + tokens - 1, **args)
+    full_lo, full_hi = common_span(pos, pos + tokens - 1, **args)
+    seq_lo, _ = key_span(context, seq_len - 1, **args)
+    t0, t1 = _div(lo, t.block_kv), _div(jnp.maximum(hi, 0) + t.block_kv - 1, t.block_kv)
+    f0 = jnp.maximum(_div(full_lo + t.block_kv - 1, t.block_kv), t0)
+    f1 = _div(jnp.maximum(full_hi, 0), t.block_kv)
+    t1 = jnp.where((hi > lo) & (tokens > 0), t1, t0)
+    return {
+        ROW: table[s, plan.Q_START] + first,
+        TOKENS: tokens,
+        HEAD: head,
+        POS: pos,
+        LENGTH: seq_len,
+        CAUSAL: causal,
+        START: start,
+        T0: t0,
+        F0: f0,
+        F1: f1,
+        T1: t1,
+        TILE: table[s, plan.TILES_BEFORE] + tile,
+        CLEAN_LO: seq_lo,
+        CLEAN_HI: seq_len,
+    }
+
+
+def clip_piece(fields: dict[int, Array], first: Array, end: Array) -> dict[int, Array]:
+    """The part of a tile's KV tiles inside [first, end), masked tiles before F0 and from F1 on."""
+    t0 = jnp.maximum(fields[T0], first)
+    t1 = jnp.maximum(jnp.minimum(fields[T1], end), t0)
+    f0 = jnp.clip(fields[F0], t0, t1)
+    return {**fields, T0: t0, T1: t1, F0: f0, F1: jnp.clip(fields[F1], f0, t1)}
+
+
+def whole_piece(k: Kernel, table: Any, index: Array, s: Array) -> tuple[dict[int, Array], Array, Array]:
+    """Piece `index` of this program when tiles stay whole: (fields, sequence, whether another follows)."""
+    t, request = k.tiling, k.request
+    rows = request.num_seqs + 1
+    total = table[rows, plan.COST_BEFORE]
+    c = lax.axis_index("program")
+    c = jnp.where(index & 1 == 1, t.programs - 1 - c, c)
+    n = index * t.programs + c
+    s = lax.while_loop(lambda s: (table[s + 1, plan.COST_BEFORE] <= n) & (s + 1 < rows), lambda s: s + 1, s)
+    tiles = jnp.maximum(table[s + 1, plan.TILES_BEFORE] - table[s, plan.TILES_BEFORE], 1)
+    rest = n - table[s, plan.COST_BEFORE]
+    head = lax.div(rest, tiles)
+    tile = tiles - 1 - (rest - head * tiles)
+    some = n < total
+    fields = describe_tile(k, table, s, tile, jnp.where(some, head, 0))
+    far = jnp.int32(1 << 24)
+    fields = clip_piece(fields, jnp.int32(0), far)
+    fields[TOKENS] = jnp.where(some, fields[TOKENS], 0)
+    fields[T1] = jnp.where(some, fields[T1], fields[T0])
+    fields[F0], fields[F1] = (jnp.minimum(fields[f], fields[T1]) for f in (F0, F1))
+    # A reversed round comes after an even one: only the last round can leave a program without a tile.
+    more = (index + 1) * t.programs < total
+    fields[DEST] = jnp.int32(WHOLE)
+    return fields, s, more
+
+
+def split_piece(k: Kernel, table: Any, position: Array, s: Array) -> tuple[dict[int, Array], Array, Array]:
+    """The piece at `position` of the line: (fields, the next position, its sequence)."""
+    t, request = k.tiling, k.request
+    rows = request.num_seqs + 1
+    total = table[rows, plan.COST_BEFORE]
+    part = plan.share(total, t)
+    c = lax.axis_index("program")
+    begin = c * part
+    stop = jnp.minimum(begin + part, total)
+    s = lax.while_loop(lambda s: (table[s + 1, plan.COST_BEFORE] <= position) & (s + 1 < rows), lambda s: s + 1, s)
+    width = jnp.maximum(table[s, plan.WIDTH], 1)
+    tiles = jnp.maximum(table[s + 1, plan.TILES_BEFORE] - table[s, plan.TILES_BEFORE], 1)
+    rest = position - table[s, plan.COST_BEFORE]
+    item = lax.div(rest, width)
+    skip = rest - item * width
+    head = lax.div(item, tiles)
+    tile = item - head * tiles
+    some = position < stop
+    fields = describe_tile(k, table, s, tile, jnp.where(some, head, 0))
+    take = jnp.minimum(width - skip, stop - position)
+    args = dict(seq_len=table[s, plan.SEQ_LEN], causal=fields[CAUSAL] != 0, window=request.window)
+    base, _ = key_span(
+        table[s, plan.SEQ_LEN] - table[s, plan.Q_LEN], table[s, plan.SEQ_LEN] - 1, kv_start=fields[START], **args
+    )
+    first = _div(base, t.block_kv) + skip
+    fields = clip_piece(fields, first, first + jnp.where(some, take, 0))
+    fields[TOKENS] = jnp.where(some, fields[TOKENS], 0)
+    whole = (skip == 0) & (take == width)
+    # A program's first piece may be the end or the middle of a tile, its last one the beginning.
+    fields[DEST] = jnp.where(whole | ~some, WHOLE, jnp.where(skip > 0, 2 * c, 2 * c + 1))
+    return fields, position + jnp.maximum(take, 1), s
+
+
+def _load_pieces(k: Kernel, refs: dict[str, Any], scratch: dict[str, Any]) -> None:
+    t, request = k.tiling, k.request
+    table = refs["table"]
+    desc = scratch["desc"]
+    rows = request.num_seqs + 1
+
+    def body(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        count, cursor, s, ring, _ = carry
+        if t.split:
+            fields, cursor, s = split_piece(k, table, cursor, s)
+            part = plan.share(table[rows, plan.COST_BEFORE], t)
+            stop = jnp.minimum((lax.axis_index("program") + 1) * part, table[rows, plan.COST_BEFORE])
+            more = cursor < stop
+        else:
+            fields, s, more = whole_piece(k, table, cursor, s)
+            cursor = cursor + 1
+        fields[LAST] = jnp.where(more, 0, 1)
+        slot = count & (t.q_slots - 1)
+        plgpu.barrier_wait(scratch["q_free"].at[slot])
+        for f in range(FIELDS):
+            desc[slot, f] = fields[f]
+        plgpu.barrier_arrive(scratch["q_full"].at[slot])
+        for w in range(t.wgs):
+            for c in range(k.cols):
+                src = refs["q"].at[
+                    pl.ds(fields[ROW] + w * t.wg_tokens, t.wg_tokens),
+                    pl.ds(fields[HEAD] * t.group, t.group),
+                    pl.ds(c * t.col, t.col),
+                ]
+                plgpu.copy_gmem_to_smem(src, k.steps.q_tma(scratch["q"], slot, w, c, t), scratch["q_full"].at[slot])
+        ring = _stream_tiles(k, refs, scratch, fields, s, ring)
+        return count + 1, cursor, s, ring, more
+
+    if t.split:
+        total = table[rows, plan.COST_BEFORE]
+        begin = lax.axis_index("program") * plan.share(total, t)
+        start = plan.find_sequence(lambda i: table[i, plan.COST_BEFORE], jnp.minimum(begin, total - 1), rows)
+    else:
+        begin, start = jnp.int32(0), jnp.int32(0)
+    zero = jnp.int32(0)
+    lax.while_loop(lambda carry: carry[4], body, (zero, begin, start, zero, jnp.bool_(True)))
+    for name in ("k_free", "v_free"):  # every phase of a barrier is seen by whoever waits on it
+        for i in range(t.stages):
+            plgpu.barrier_wait(scratch[name].at[i])
+    for i in range(t.q_slots):
+        plgpu.barrier_wait(scratch["q_free"].at[i])
+
+
+def _stream_tiles(
+    k: Kernel, refs: dict[str, Any], scratch: dict[str, Any], fields: dict[int, Array], s: Array, ring: Array
+) -> Array:
+    """Issue the copies of K and V for the KV tiles of a piece."""
+    t, request = k.tiling, k.request
+    ps = request.page_size
+    last_page = jnp.minimum(_div(jnp.maximum(fields[LENGTH] - 1, 0), ps), request.max_pages - 1)
+    s = jnp.minimum(s, request.num_seqs - 1)
+
+    def page_ids(tile: Array) -> tuple[Array, ...]:
+        ids = []
+        for i in range(k.copies):
+            column = jnp.minimum(_div(tile * t.block_kv + i * t.chunk, ps), last_page)
+            ids.append(jnp.clip(refs["block_table"][s, column], 0, request.num_pages - 1))
+        return tuple(ids)
+
+    def load(name: str, tile: Array, ids: tuple[Array, ...], slot: Array) -> None:
+        plgpu.barrier_wait(scratch[f"{name}_free"].at[slot])
+        sources = []
+        for i, page in enumerate(ids):
+            position = tile * t.block_kv + i * t.chunk
+            offset = jnp.int32(0) if ps == t.chunk else position - _div(position, ps) * ps
+            sources.append((page, offset))
+        k.steps.load_pages(refs[name], scratch[name], slot, scratch[f"{name}_full"], sources, fields[HEAD], k)
+
+    def step(tile: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        slot, ids = carry
+        load("k", tile, ids, slot)
+        following = page_ids(tile + 1)  # in flight while this tile waits for its stage
+        load("v", tile, ids, slot)
+        slot = jnp.where(slot + 1 == t.stages, 0, slot + 1)
+        return slot, following
+
+    return lax.fori_loop(fields[T0], fields[T1], step, (ring, page_ids(fields[T0])))[0]
+
+
+# -------------------------------------------------------------------------------------------------- the computing side
+
+
+def _compute_pieces(k: Kernel, refs: dict[str, Any], scratch: dict[str, Any], wg: Array) -> None:
+    t = k.tiling
+    desc = scratch["desc"]
+    for name in ("k_free", "v_free"):
+        for i in range(t.stages):
+            plgpu.barrier_arrive(scratch[name].at[i])
+    for i in range(t.q_slots):
+        plgpu.barrier_arrive(scratch["q_free"].at[i])
+
+    def turn() -> None:
+        """Hand the tensor cores to the other warpgroup and wait for them: the two alternate matmuls and softmax."""
+        if t.wgs == 2:
+            plgpu.barrier_arrive(scratch["turn"])
+            plgpu.barrier_wait(scratch["turn"])
+
+    pl.when(wg == 1)(turn)
+
+    def body(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        count, ring, _ = carry
+        slot = count & (t.q_slots - 1)
+        plgpu.barrier_wait(scratch["q_full"].at[slot])
+        fields = {f: desc[slot, f] for f in range(FIELDS)}
+        state = _attend_piece(k, refs, scratch, fields, wg, slot, ring, turn)
+        acc, m, l, ring = state
+        _finish(k, refs, scratch, fields, wg, slot, acc, m, l)
+        plgpu.barrier_arrive(scratch["q_free"].at[slot])
+        return count + 1, ring, fields[LAST] == 0
+
+    lax.while_loop(lambda carry: carry[2], body, (jnp.int32(0), jnp.int32(0), jnp.bool_(True)))
+    pl.when(wg == 0)(turn)
+
+
+def _rows(k: Kernel, value: float, dtype: Any = jnp.float32) -> Array:
+    return plgpu.layout_cast(jnp.full((plan.ROWS,), value, dtype), plgpu.Layout.WGMMA.reduce(1))
+
+
+def _across(x: Array, shape: tuple[int, ...]) -> Array:
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def _attend_piece(
+    k: Kernel,
+    refs: dict[str, Any],
+    scratch: dict[str, Any],
+    fields: dict[int, Array],
+    wg: Array,
+    slot: Array,
+    ring: Array,
+    turn: Any,
+) -> tuple[Array, Array, Array, Array]:
+    t, request = k.tiling, k.request
+    shape = (plan.ROWS, t.block_kv)
+    scores = functools.partial(_scores, k, refs, fields, wg)
+    plain = request.soft_cap is None and not request.alibi and request.scale > 0
+
+    def step(tile: Array, carry: tuple[Array, ...], masked: bool) -> tuple[Array, ...]:
+        acc, m, l, ring = carry
+        plgpu.barrier_wait(scratch["k_full"].at[ring])
+        s = k.steps.qk(scratch["q"], slot, wg, scratch["k"], ring, turn, k)
+        plgpu.barrier_arrive(scratch["k_free"].at[ring])
+        factor = request.scale * LOG2E if plain else 1.0
+        s = scores(s, tile, masked, plain)
+        if masked:
+            plgpu.barrier_wait(scratch["v_full"].at[ring])
+            _clean_values(k, scratch, fields, wg, tile, ring)
+        m_new = jnp.maximum(m, s.max(axis=1) * factor)
+        alpha = jnp.exp2(m - m_new)
+        p = jnp.exp2(s * factor - _across(m_new, shape))
+        acc = acc * _across(alpha, acc.shape)
+        l = l * alpha + p.sum(axis=1)
+        p = p.astype(request.q_dtype)
+        acc, l, m_new, p = lax.optimization_barrier((acc, l, m_new, p))
+        if t.wgs == 2:
+            plgpu.barrier_arrive(scratch["turn"])
+        if not masked:
+            plgpu.barrier_wait(scratch["v_full"].at[ring])
+        if t.wgs == 2:
+            plgpu.barrier_wait(scratch["turn"])
+        acc = k.steps.pv(acc, p, scratch["v"], ring, k)
+        plgpu.barrier_arrive(scratch["v_free"].at[ring])
+        return acc, m_new, l, jnp.where(ring + 1 == t.stages, 0, ring + 1)
+
+    acc = plgpu.layout_cast(jnp.zeros((plan.ROWS, request.head_dim), jnp.float32), plgpu.Layout.WGMMA)
+    carry = (acc, _rows(k, LOW), _rows(k, 0.0), ring)
+    masked, whole = functools.partial(step, masked=True), functools.partial(step, masked=False)
+    if request.window[0] is not None or request.kv_start:
+        carry = lax.fori_loop(fields[T0], fields[F0], masked, carry)
+    carry = lax.fori_loop(fields[F0], fields[F1], whole, carry)
+    return lax.fori_loop(fields[F1], fields[T1], masked, carry)
+
+
+def _scores(
+    k: Kernel, refs: dict[str, Any], fields: dict[int, Array], wg: Array, s: Array, tile: Array, masked: bool, plain: bool
+) -> Array:
+    """Scale (unless `plain`), cap, bias and mask; in units of log2 unless `plain`."""
+    t, request = k.tiling, k.request
+    if not plain:
+        s = s * request.scale
+        if request.soft_cap is not None:
+            # The chip's tanh is good to 5e-4 only, too coarse for a cap of 50: by exponentials instead.
+            e = jnp.exp2(s * (2 * LOG2E / request.soft_cap))
+            s = request.soft_cap * (1.0 - 2.0 / (1.0 + e))
+    if masked or request.alibi:
+        layout = plgpu.Layout.WGMMA
+        row = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=layout)
+        q_pos = _div(row, t.group) + (fields[POS] + wg * t.wg_tokens)
+        k_pos = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=layout) + tile * t.block_kv
+        if request.alibi:
+            slopes = plgpu.load(refs["slopes"].at[fields[HEAD]], layout=layout.reduce(1), optimized=False)
+            s = s - _across(slopes, s.shape) * jnp.abs(q_pos - k_pos).astype(jnp.float32)
+    if not plain:
+        s = s * LOG2E
+    if masked:
+        ok = visible(
+            q_pos,
+            k_pos,
+            seq_len=fields[LENGTH],
+            causal=request.causal if request.causal is not None else fields[CAUSAL] != 0,
+            window=request.window,
+            kv_start=fields[START] if request.kv_start else None,
+        )
+        s = jnp.where(ok, s, -jnp.inf)
+    return s
+
+
+def _clean_values(
+    k: Kernel, scratch: dict[str, Any], fields: dict[int, Array], wg: Array, tile: Array, ring: Array
+) -> None:
+    """Zero the V rows that no query of the sequence sees: 0 x NaN of a stale slot would be NaN.
+
+    The first warpgroup does it and the second, which always comes later in a tile, waits.
+    """
+    t = k.tiling
+    lo, hi = fields[CLEAN_LO] - tile * t.block_kv, fields[CLEAN_HI] - tile * t.block_kv
+
+    @pl.when((lo > 0) | (hi < t.block_kv))
+    def _dirty() -> None:
+        @pl.when(wg == 0)
+        def _zero() -> None:
+            k.steps.zero_rows(scratch, ring, lo, hi, k)
+            plgpu.commit_smem()
+            if t.wgs == 2:
+                plgpu.barrier_arrive(scratch["clean"])
+
+        if t.wgs == 2:
+            @pl.when(wg == 1)
+            def _wait() -> None:
+                plgpu.barrier_wait(scratch["clean"])
+
+
+def _finish(
+    k: Kernel,
+    refs: dict[str, Any],
+    scratch: dict[str, Any],
+    fields: dict[int, Array],
+    wg: Array,
+    slot: Array,
+    acc: Array,
+    m: Array,
+    l: Array,
+) -> None:
+    t, request = k.tiling, k.request
+    rows = pl.ds(wg * plan.ROWS, plan.ROWS)
+
+    @pl.when(fields[DEST] == WHOLE)
+    def _whole() -> None:
+        top, total, scaled = m, l, acc
+        if request.sinks:
+            sink = plgpu.load(refs["sinks"].at[fields[HEAD]], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+            top = jnp.maximum(m, sink)
+            shrink = jnp.exp2(m - top)
+            total = l * shrink + jnp.exp2(sink - top)
+            scaled = acc * _across(shrink, acc.shape)
+        some = total > 0
+        inverse = 1.0 / jnp.where(some, total, 1.0)
+        out = (scaled * _across(inverse, acc.shape)).astype(request.q_dtype)
+        for c in range(k.cols):
+            k.steps.o_put(scratch["q"], slot, wg, c, lax.slice(out, (0, c * t.col), (plan.ROWS, (c + 1) * t.col)), t)
+        plgpu.commit_smem()
+        _store_rows(k, refs, scratch, fields, wg, slot)
+        if request.return_lse:
+            lse = jnp.where(some, (top + jnp.log2(jnp.where(some, total, 1.0))) * LN2, -jnp.inf)
+            refs["lse"][fields[TILE], fields[HEAD], rows] = lse
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    if t.split:
+        @pl.when(fields[DEST] != WHOLE)
+        def _part() -> None:
+            refs["part"][fields[DEST], rows, :] = acc
+            refs["part_max"][fields[DEST], rows] = m
+            refs["part_sum"][fields[DEST], rows] = l
+
+
+def _store_rows(
+    k: Kernel, refs: dict[str, Any], scratch: dict[str, Any], fields: dict[int, Array], wg: Array, slot: Array
+) -> None:
+    """Copy the valid tokens of a warpgroup to the output: the rows after them belong to someone else.
+
+    A tile starts at any row, so the copies go through a view that is swizzled but not tiled by 8 rows, and a ragged end
+    is written by copies of 1, 2, 4, ... tokens.
+    """
+    t = k.tiling
+    tokens = jnp.clip(fields[TOKENS] - wg * t.wg_tokens, 0, t.wg_tokens)
+    first = fields[ROW] + wg * t.wg_tokens
+
+    def copy(offset: Array | int, count: int) -> None:
+        for c in range(k.cols):
+            src = k.steps.q_tma(scratch["q"], slot, wg, c, t, offset, count)
+            dst = refs["out"].at[
+                pl.ds(first + offset, count), pl.ds(fields[HEAD] * t.group, t.group), pl.ds(c * t.col, t.col)
+            ]
+            plgpu.copy_smem_to_gmem(src, dst, commit_group=False)
+
+    pl.when(tokens == t.wg_tokens)(lambda: copy(0, t.wg_tokens))
+
+    @pl.when(tokens < t.wg_tokens)
+    def _ragged() -> None:
+        count = 1 << max(t.wg_tokens - 1, 1).bit_length() - 1
+        while count:
+            done = tokens & ~jnp.int32(2 * count - 1)
+            pl.when(tokens & count != 0)(functools.partial(copy, done, count))
+            count //= 2
+
+    plgpu.commit_smem_to_gmem_group()
