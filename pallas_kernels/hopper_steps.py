@@ -67,6 +67,17 @@ class Steps:
         """acc + p @ values."""
         return pl.run_state(lambda ref: plgpu.wgmma(ref, p, values.at[ring]))(plgpu.ACC.init(acc))
 
+    def full_barriers(self, k: Any) -> Any:
+        """Barriers of the stages of K or V: a tile has landed."""
+        return plgpu.Barrier(num_arrivals=k.copies, num_barriers=k.tiling.stages)
+
+    def init_full(self, full: Any) -> None:
+        """Set them up, where Pallas has not done so."""
+
+    def wait_full(self, full: Any, stage: Array, phase: Array) -> None:
+        """Wait for a tile."""
+        plgpu.barrier_wait(full.at[stage])
+
     def load_pages(self, ref: Any, tile: Any, ring: Array, full: Any, sources: Any, head: Array, k: Any) -> None:
         """Copy one page after another into a K or V tile."""
         chunk = k.tiling.chunk

@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper_plan as plan
 from pallas_kernels.hopper_merge import merge
+from pallas_kernels.hopper_copies import FewArrivals
 from pallas_kernels.hopper_steps import Steps
 from pallas_kernels.paged_hopper_kernel import FIELDS, LOG2E, Kernel
 from pallas_kernels.request import AttentionOperands, AttentionRequest
@@ -65,7 +66,7 @@ def attend(
     if reasons := why_not(request):
         raise NotImplementedError("; ".join(reasons))
     tiling = tiling or plan.choose_tiling(request)
-    steps = steps or Steps()
+    steps = steps or FewArrivals()
     kernel = Kernel(request, tiling, steps)
     table = plan.table(request, operands, tiling)
     q = operands.q
@@ -117,7 +118,7 @@ def _scratch(kernel: Kernel) -> dict[str, Any]:
     request, t = kernel.request, kernel.tiling
     tiled = (plgpu.TilingTransform((8, t.col)), plgpu.SwizzleTransform(2 * t.col))
     kv = plgpu.SMEM((t.stages, t.block_kv, request.head_dim), request.kv_dtype, transforms=tiled)
-    full = plgpu.Barrier(num_arrivals=kernel.copies, num_barriers=t.stages)
+    full = kernel.steps.full_barriers(kernel)
     free = plgpu.Barrier(num_arrivals=t.wgs, num_barriers=t.stages)
     return {
         "q": kernel.steps.q_scratch(t, kernel.cols, request.q_dtype),

@@ -60,17 +60,27 @@ class Kernel:
         @pl.when(wg < wgs)
         def _compute() -> None:
             if wgs == 2:
-                plgpu.set_max_registers(232, action="increase")
+                plgpu.set_max_registers(224, action="increase")
             _compute_pieces(self, refs, scratch, wg)
 
         @pl.when(wg == wgs)
         def _load() -> None:
             if wgs == 2:
-                plgpu.set_max_registers(40, action="decrease")
+                plgpu.set_max_registers(56, action="decrease")
             _load_pieces(self, refs, scratch)
 
 
 # ---------------------------------------------------------------------------------------------------- the loading side
+
+
+def stage_of(ring: Array, t: plan.Tiling) -> Array:
+    """The stage of a ring position; positions run through two rounds, so that they tell a barrier's phase as well."""
+    return jnp.where(ring >= t.stages, ring - t.stages, ring)
+
+
+def next_of(ring: Array, t: plan.Tiling) -> Array:
+    """The ring position after this one."""
+    return jnp.where(ring + 1 == 2 * t.stages, 0, ring + 1)
 
 
 def _div(a: Array, b: int) -> Array:
@@ -187,6 +197,8 @@ def _load_pieces(k: Kernel, refs: dict[str, Any], scratch: dict[str, Any]) -> No
     table = refs["table"]
     desc = scratch["desc"]
     rows = request.num_seqs + 1
+    for name in ("k_full", "v_full"):
+        k.steps.init_full(scratch[name])
 
     def body(carry: tuple[Array, ...]) -> tuple[Array, ...]:
         count, cursor, s, ring, _ = carry
@@ -246,7 +258,8 @@ def _stream_tiles(
             ids.append(jnp.clip(refs["block_table"][s, column], 0, request.num_pages - 1))
         return tuple(ids)
 
-    def load(name: str, tile: Array, ids: tuple[Array, ...], slot: Array) -> None:
+    def load(name: str, tile: Array, ids: tuple[Array, ...], ring: Array) -> None:
+        slot = stage_of(ring, t)
         plgpu.barrier_wait(scratch[f"{name}_free"].at[slot])
         sources = []
         for i, page in enumerate(ids):
@@ -256,12 +269,11 @@ def _stream_tiles(
         k.steps.load_pages(refs[name], scratch[name], slot, scratch[f"{name}_full"], sources, fields[HEAD], k)
 
     def step(tile: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        slot, ids = carry
-        load("k", tile, ids, slot)
+        ring, ids = carry
+        load("k", tile, ids, ring)
         following = page_ids(tile + 1)  # in flight while this tile waits for its stage
-        load("v", tile, ids, slot)
-        slot = jnp.where(slot + 1 == t.stages, 0, slot + 1)
-        return slot, following
+        load("v", tile, ids, ring)
+        return next_of(ring, t), following
 
     return lax.fori_loop(fields[T0], fields[T1], step, (ring, page_ids(fields[T0])))[0]
 
@@ -278,27 +290,34 @@ def _compute_pieces(k: Kernel, refs: dict[str, Any], scratch: dict[str, Any], wg
     for i in range(t.q_slots):
         plgpu.barrier_arrive(scratch["q_free"].at[i])
 
-    def turn() -> None:
-        """Hand the tensor cores to the other warpgroup and wait for them: the two alternate matmuls and softmax."""
-        if t.wgs == 2:
-            plgpu.barrier_arrive(scratch["turn"])
-            plgpu.barrier_wait(scratch["turn"])
+    # The two warpgroups alternate between tensor cores and softmax: `turn` hands the tensor cores over and waits for
+    # them. The second is half a step behind the first in every piece. It gives its first turn of the next piece, and
+    # the first its last turn of this one, before the epilogue: neither may hold the other up while it waits for a query
+    # tile, which the loading warpgroup cannot fetch until both have left an earlier one.
+    give = (lambda: plgpu.barrier_arrive(scratch["turn"])) if t.wgs == 2 else lambda: None
+    take = (lambda: plgpu.barrier_wait(scratch["turn"])) if t.wgs == 2 else lambda: None
 
-    pl.when(wg == 1)(turn)
+    def turn() -> None:
+        give()
+        take()
+
+    pl.when(wg == 1)(give)
 
     def body(carry: tuple[Array, ...]) -> tuple[Array, ...]:
         count, ring, _ = carry
         slot = count & (t.q_slots - 1)
         plgpu.barrier_wait(scratch["q_full"].at[slot])
         fields = {f: desc[slot, f] for f in range(FIELDS)}
+        pl.when(wg == 1)(take)
         state = _attend_piece(k, refs, scratch, fields, wg, slot, ring, turn)
         acc, m, l, ring = state
+        pl.when((wg == 0) | (fields[LAST] == 0))(give)
         _finish(k, refs, scratch, fields, wg, slot, acc, m, l)
         plgpu.barrier_arrive(scratch["q_free"].at[slot])
+        pl.when(wg == 0)(take)
         return count + 1, ring, fields[LAST] == 0
 
     lax.while_loop(lambda carry: carry[2], body, (jnp.int32(0), jnp.int32(0), jnp.bool_(True)))
-    pl.when(wg == 0)(turn)
 
 
 def _rows(k: Kernel, value: float, dtype: Any = jnp.float32) -> Array:
@@ -326,14 +345,15 @@ def _attend_piece(
 
     def step(tile: Array, carry: tuple[Array, ...], masked: bool) -> tuple[Array, ...]:
         acc, m, l, ring = carry
-        plgpu.barrier_wait(scratch["k_full"].at[ring])
-        s = k.steps.qk(scratch["q"], slot, wg, scratch["k"], ring, turn, k)
-        plgpu.barrier_arrive(scratch["k_free"].at[ring])
+        stage, phase = stage_of(ring, t), ring >= t.stages
+        k.steps.wait_full(scratch["k_full"], stage, phase)
+        s = k.steps.qk(scratch["q"], slot, wg, scratch["k"], stage, turn, k)
+        plgpu.barrier_arrive(scratch["k_free"].at[stage])
         factor = request.scale * LOG2E if plain else 1.0
         s = scores(s, tile, masked, plain)
         if masked:
-            plgpu.barrier_wait(scratch["v_full"].at[ring])
-            _clean_values(k, scratch, fields, wg, tile, ring)
+            k.steps.wait_full(scratch["v_full"], stage, phase)
+            _clean_values(k, scratch, fields, wg, tile, stage)
         m_new = jnp.maximum(m, s.max(axis=1) * factor)
         alpha = jnp.exp2(m - m_new)
         p = jnp.exp2(s * factor - _across(m_new, shape))
@@ -344,12 +364,12 @@ def _attend_piece(
         if t.wgs == 2:
             plgpu.barrier_arrive(scratch["turn"])
         if not masked:
-            plgpu.barrier_wait(scratch["v_full"].at[ring])
+            k.steps.wait_full(scratch["v_full"], stage, phase)
         if t.wgs == 2:
             plgpu.barrier_wait(scratch["turn"])
-        acc = k.steps.pv(acc, p, scratch["v"], ring, k)
-        plgpu.barrier_arrive(scratch["v_free"].at[ring])
-        return acc, m_new, l, jnp.where(ring + 1 == t.stages, 0, ring + 1)
+        acc = k.steps.pv(acc, p, scratch["v"], stage, k)
+        plgpu.barrier_arrive(scratch["v_free"].at[stage])
+        return acc, m_new, l, next_of(ring, t)
 
     acc = plgpu.layout_cast(jnp.zeros((plan.ROWS, request.head_dim), jnp.float32), plgpu.Layout.WGMMA)
     carry = (acc, _rows(k, LOW), _rows(k, 0.0), ring)
@@ -395,7 +415,7 @@ def _scores(
 
 
 def _clean_values(
-    k: Kernel, scratch: dict[str, Any], fields: dict[int, Array], wg: Array, tile: Array, ring: Array
+    k: Kernel, scratch: dict[str, Any], fields: dict[int, Array], wg: Array, tile: Array, stage: Array
 ) -> None:
     """Zero the V rows that no query of the sequence sees: 0 x NaN of a stale slot would be NaN.
 
@@ -408,7 +428,7 @@ def _clean_values(
     def _dirty() -> None:
         @pl.when(wg == 0)
         def _zero() -> None:
-            k.steps.zero_rows(scratch, ring, lo, hi, k)
+            k.steps.zero_rows(scratch, stage, lo, hi, k)
             plgpu.commit_smem()
             if t.wgs == 2:
                 plgpu.barrier_arrive(scratch["clean"])
