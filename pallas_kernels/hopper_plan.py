@@ -44,6 +44,7 @@ class Tiling:
     col: int  # columns of one swizzled tile
     split: bool
     programs: int = NUM_PROGRAMS
+    registers: tuple[int, int] = (232, 40)  # a thread of a computing and of the loading warpgroup, where there are three
 
     @property
     def wg_tokens(self) -> int:

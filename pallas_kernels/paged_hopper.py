@@ -171,4 +171,5 @@ def _gather_lse(request: AttentionRequest, tiling: plan.Tiling, table: Array, ls
     row = within // tiling.wg_tokens * plan.ROWS + within % tiling.wg_tokens * tiling.group
     rows = row[:, None] + jnp.arange(tiling.group)[None]
     picked = lse[tile[:, None, None], jnp.arange(request.num_kv_heads)[None, :, None], rows[:, None, :]]
-    return picked.reshape(request.num_tokens, request.num_heads)
+    picked = picked.reshape(request.num_tokens, request.num_heads)
+    return jnp.where((token < starts[request.num_seqs])[:, None], picked, -jnp.inf)

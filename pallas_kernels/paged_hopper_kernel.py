@@ -60,13 +60,13 @@ class Kernel:
         @pl.when(wg < wgs)
         def _compute() -> None:
             if wgs == 2:
-                plgpu.set_max_registers(224, action="increase")
+                plgpu.set_max_registers(self.tiling.registers[0], action="increase")
             _compute_pieces(self, refs, scratch, wg)
 
         @pl.when(wg == wgs)
         def _load() -> None:
             if wgs == 2:
-                plgpu.set_max_registers(56, action="decrease")
+                plgpu.set_max_registers(self.tiling.registers[1], action="decrease")
             _load_pieces(self, refs, scratch)
 
 
@@ -281,6 +281,17 @@ def _stream_tiles(
 # -------------------------------------------------------------------------------------------------- the computing side
 
 
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """A piece's fields, read from shared memory at each use: registers are what the computing side is short of."""
+
+    desc: Any
+    slot: Array
+
+    def __getitem__(self, field: int) -> Array:
+        return self.desc[self.slot, field]
+
+
 def _compute_pieces(k: Kernel, refs: dict[str, Any], scratch: dict[str, Any], wg: Array) -> None:
     t = k.tiling
     desc = scratch["desc"]
@@ -307,15 +318,16 @@ def _compute_pieces(k: Kernel, refs: dict[str, Any], scratch: dict[str, Any], wg
         count, ring, _ = carry
         slot = count & (t.q_slots - 1)
         plgpu.barrier_wait(scratch["q_full"].at[slot])
-        fields = {f: desc[slot, f] for f in range(FIELDS)}
+        fields = Described(desc, slot)
         pl.when(wg == 1)(take)
         state = _attend_piece(k, refs, scratch, fields, wg, slot, ring, turn)
         acc, m, l, ring = state
         pl.when((wg == 0) | (fields[LAST] == 0))(give)
         _finish(k, refs, scratch, fields, wg, slot, acc, m, l)
+        more = fields[LAST] == 0  # read before the slot is given back
         plgpu.barrier_arrive(scratch["q_free"].at[slot])
         pl.when(wg == 0)(take)
-        return count + 1, ring, fields[LAST] == 0
+        return count + 1, ring, more
 
     lax.while_loop(lambda carry: carry[2], body, (jnp.int32(0), jnp.int32(0), jnp.bool_(True)))
 
@@ -332,7 +344,7 @@ def _attend_piece(
     k: Kernel,
     refs: dict[str, Any],
     scratch: dict[str, Any],
-    fields: dict[int, Array],
+    fields: Described,
     wg: Array,
     slot: Array,
     ring: Array,
@@ -443,7 +455,7 @@ def _finish(
     k: Kernel,
     refs: dict[str, Any],
     scratch: dict[str, Any],
-    fields: dict[int, Array],
+    fields: Described,
     wg: Array,
     slot: Array,
     acc: Array,
