@@ -14,7 +14,7 @@ from jax import Array
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, nvvm
+from jaxlib.mlir.dialects import arith, llvm, memref, nvvm
 
 from pallas_kernels.hopper_steps import Steps
 
@@ -39,6 +39,28 @@ def _index(x: Any) -> Any:
 
 class FewArrivals(Steps):
     """See the module."""
+
+    def take_ticket(self, refs: Any, scratch: Any, count: Array, t: Any) -> Array:
+        """The next place that no program has taken: one atomic addition a tile."""
+
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, SCALAR)
+        )
+        def take(ctx: Any, counter: Any, ticket: Any) -> Any:
+            i32 = ir.IntegerType.get_signless(32)
+            zero = utils.c(0, ir.IndexType.get())
+            one = utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)
+            utils.warpgroup_barrier()  # everyone has read the previous ticket
+            with utils.when(one):
+                old = llvm.atomicrmw(
+                    llvm.AtomicBinOp.add, utils.memref_ptr(counter), utils.c(1, i32), llvm.AtomicOrdering.monotonic
+                )
+                memref.store(old, ticket, [zero])
+            utils.warpgroup_barrier()
+            value = memref.load(ticket, [zero])
+            return mgpu.FragmentedArray.splat(value, shape=(), is_signed=True)
+
+        return take(refs["counter"], scratch["ticket"]) + t.programs
 
     def full_barriers(self, k: Any) -> Any:
         return plgpu.SMEM((2 * k.tiling.stages,), jnp.int32)

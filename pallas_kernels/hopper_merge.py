@@ -14,26 +14,28 @@ from pallas_kernels import hopper_plan as plan
 
 LN2 = 0.6931471805599453
 LOW = -1e30
-AHEAD = 4  # parts whose loads are in flight together
+AHEAD = 8  # parts whose loads are in flight together
+LANES = 32  # merging programs a cut tile
 
 
 def merge(kernel: Any, inputs: dict[str, Array], results: dict[str, Array], interpret: Any) -> tuple[Array, Array | None]:
     """Write the rows of cut tiles into `out` (and `lse`), in place."""
     t, request = kernel.tiling, kernel.request
-    operands = {"table": inputs["table"], **{n: results[n] for n in ("part", "part_max", "part_sum")}}
+    operands = {n: results[n] for n in ("cut", "part", "part_max", "part_sum")}
     if request.sinks:
         operands["sinks"] = inputs["sinks"]
     names = tuple(operands)
     targets = {n: jax.new_ref(results[n]) for n in ("out", "lse") if n in results}
+    lanes = min(LANES, t.wgs * t.wg_tokens * t.group)
 
     def paged_attention_merge(*refs: Any) -> None:
-        _merge_row(kernel, dict(zip(names + tuple(targets), refs, strict=True)))
+        _merge_rows(kernel, dict(zip(names + tuple(targets), refs, strict=True)), lanes)
 
     plgpu.kernel(
         paged_attention_merge,
         out_type=(),
-        grid=(t.programs, t.wgs * t.wg_tokens * t.group),
-        grid_names=("program", "row"),
+        grid=(t.programs, lanes),
+        grid_names=("program", "lane"),
         num_threads=1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
@@ -43,37 +45,22 @@ def merge(kernel: Any, inputs: dict[str, Array], results: dict[str, Array], inte
     return out, jax.freeze(targets["lse"]) if "lse" in targets else None
 
 
-def _merge_row(kernel: Any, refs: dict[str, Any]) -> None:
-    t, request = kernel.tiling, kernel.request
-    table = refs["table"]
-    rows = request.num_seqs + 1
-    total = table[rows, plan.COST_BEFORE]
-    part = plan.share(total, t)
-    c, row = lax.axis_index("program"), lax.axis_index("row")
-    begin = c * part
-    end = begin + part
+def _merge_rows(kernel: Any, refs: dict[str, Any], lanes: int) -> None:
+    """Every `lanes`-th row of the tile that begins in this program and ends in program `last`, if there is one."""
+    t = kernel.tiling
+    c, lane = lax.axis_index("program"), lax.axis_index("lane")
+    last, first_row, tokens, head, tile = (refs["cut"][c, i] for i in range(5))
 
-    # The tile at the boundary belongs to this program if it began here and does not end here.
-    @pl.when(end < total)
-    def _inside() -> None:
-        s = plan.find_sequence(lambda i: table[i, plan.COST_BEFORE], end, rows)
-        width = jnp.maximum(table[s, plan.WIDTH], 1)
-        before = table[s, plan.COST_BEFORE]
-        item = lax.div(end - before, width)
-        first = before + item * width
-        tiles = jnp.maximum(table[s + 1, plan.TILES_BEFORE] - table[s, plan.TILES_BEFORE], 1)
-        head = lax.div(item, tiles)
-        tile = item - head * tiles
-        token = lax.div(row, t.group)
-        tokens = table[s, plan.Q_LEN] - tile * t.q_tile
+    def one(i: Array, _: None) -> None:
+        row = i * lanes + lane
+        token = lax.div(row, jnp.int32(t.group))
+        member = row - token * t.group
+        wg = lax.div(token, jnp.int32(t.wg_tokens))
+        source = wg * plan.ROWS + (token - wg * t.wg_tokens) * t.group + member
+        _combine(kernel, refs, c, last, source, (first_row + token, head * t.group + member), (tile, head))
 
-        @pl.when((first < end) & (first >= begin) & (token < tokens))
-        def _mine() -> None:
-            last = lax.div(first + width - 1, part)
-            wg = lax.div(token, t.wg_tokens)
-            source = wg * plan.ROWS + (token - wg * t.wg_tokens) * t.group + (row - token * t.group)
-            where = (table[s, plan.Q_START] + tile * t.q_tile + token, head * t.group + row - token * t.group)
-            _combine(kernel, refs, c, last, source, where, (table[s, plan.TILES_BEFORE] + tile, head))
+    rows = jnp.where(last < 0, 0, tokens * t.group)
+    lax.fori_loop(0, lax.div(rows - lane + lanes - 1, jnp.int32(lanes)), one, None)
 
 
 def _combine(

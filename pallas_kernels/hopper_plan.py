@@ -4,8 +4,9 @@ A *tile* is `q_tile` consecutive query tokens of one sequence for one KV head; i
 `block_kv` keys. The tokens past the last sequence form a sequence of their own without keys, so that every row of the
 output is written by some tile. Two ways of handing tiles to programs:
 
-* whole: program c takes tiles c, c + C, ... in an order with the longest first inside each (sequence, KV head), every
-  other round reversed, so that the programs' sums agree. Never splits a tile: results do not depend on the batch.
+* whole: programs take whole tiles from one queue, whoever is free the next, the longest first inside each (sequence, KV
+  head) so that the end is even. Sequences of one tile (decoding) are spread evenly among the others (prefill): the ones
+  need the memory, the others the tensor cores. Results do not depend on the batch.
 * split: all KV tiles of all query tiles are laid on one line, and program c takes the c-th of C equal parts. A tile cut
   by a boundary is finished by the merge kernel. Every program streams the same number of bytes.
 
@@ -27,8 +28,9 @@ NUM_PROGRAMS = 132  # multiprocessors of an H100 or H200 (SXM); elsewhere only t
 SMEM_BYTES = 227 * 1024  # what one program may have
 ROWS = 64  # rows of a wgmma tile: one warpgroup's share
 
-# Columns of the table, int32 each; one row a sequence and one for the tokens past the last.
-Q_START, Q_LEN, SEQ_LEN, CAUSAL, KV_START, COST_BEFORE, TILES_BEFORE, WIDTH = range(8)
+# Rows of the table, int32 each; one column a sequence, one for the tokens past the last, one for the totals.
+Q_START, Q_LEN, SEQ_LEN, CAUSAL, KV_START, TILES_BEFORE, COST_BEFORE, WIDTH = range(8)
+SHORT_BEFORE = WIDTH  # whole: COST_BEFORE counts the tiles of long sequences, this those of sequences of one tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +80,7 @@ def choose_tiling(request: AttentionRequest) -> Tiling:
     stage_bytes = 2 * block_kv * dim * 2
     unit = math.lcm(8, group)
     q_bytes = wgs * q_slots * (-(-ROWS // unit) * unit) * dim * 2
-    stages = min((SMEM_BYTES - q_bytes - 4096) // stage_bytes, 2 if wgs == 2 and dim <= 128 else 4)
+    stages = 2 if (SMEM_BYTES - q_bytes - 4096) // stage_bytes < 4 else 3
     return Tiling(
         group=group,
         wgs=wgs,
@@ -112,38 +114,65 @@ def sequence_span(row: dict[int, Array], tiling: Tiling, window: tuple[int | Non
 
 
 def table(request: AttentionRequest, operands: AttentionOperands, tiling: Tiling) -> Array:
-    """One int32[S+2, 8] of what the kernels need of each sequence; its last row holds the totals."""
-    num_seqs = request.num_seqs
-    ends = jnp.clip(operands.query_start_loc, 0, request.num_tokens)
-    starts = ends
-    q_len = jnp.concatenate([ends[1:] - ends[:-1], request.num_tokens - ends[-1:]])
-    q_len = jnp.maximum(q_len, 0)
-    zero = jnp.zeros((1,), jnp.int32)
-    seq_len = jnp.concatenate([operands.seq_lens, zero])
-    if request.causal is None:
-        causal = jnp.concatenate([operands.causal.astype(jnp.int32), zero])
-    else:
-        causal = jnp.full((num_seqs + 1,), int(request.causal), jnp.int32)
-    kv_start = jnp.zeros_like(seq_len) if operands.kv_start is None else jnp.concatenate([operands.kv_start, zero])
-    row = {Q_START: starts, Q_LEN: q_len, SEQ_LEN: seq_len, CAUSAL: causal, KV_START: kv_start}
+    """int32[8, columns]: what the kernels need of each sequence, written by two small XLA kernels.
+
+    All of it is elementwise in the column (with gathers) but for the sums, so that XLA makes no more kernels of it.
+    """
+    num_seqs, num_tokens = request.num_seqs, request.num_tokens
+    column = jnp.arange(columns(request))
+    real = column < num_seqs
+
+    def of(x: Array, default: int) -> Array:
+        return jnp.where(real, x[jnp.minimum(column, num_seqs - 1)], default)
+
+    start = jnp.clip(operands.query_start_loc[jnp.minimum(column, num_seqs)], 0, num_tokens)
+    end = jnp.clip(operands.query_start_loc[jnp.minimum(column + 1, num_seqs)], 0, num_tokens)
+    end = jnp.where(column == num_seqs, num_tokens, end)
+    q_len = jnp.maximum(end - start, 0)
+    row = {
+        Q_START: start,
+        Q_LEN: q_len,
+        SEQ_LEN: of(operands.seq_lens, 0),
+        CAUSAL: of(operands.causal, False).astype(jnp.int32)
+        if request.causal is None
+        else jnp.full_like(start, int(request.causal)),
+        KV_START: jnp.zeros_like(start) if operands.kv_start is None else of(operands.kv_start, 0),
+    }
     tiles = lax.div(q_len + (tiling.q_tile - 1), jnp.int32(tiling.q_tile))
-    first, end = sequence_span(row, tiling, request.window)
-    width = end - first
-    cost = tiles * request.num_kv_heads * (width if tiling.split else 1)
-    before = jnp.stack([_sum_before(cost), _sum_before(tiles)])
-    body = jnp.stack([starts, q_len, seq_len, causal, kv_start])
-    body = jnp.concatenate([body, jnp.zeros((5, 1), jnp.int32)], axis=1)
-    width = jnp.concatenate([width, zero])[None]
-    return jnp.concatenate([body, before, width]).T
+    items = tiles * request.num_kv_heads
+    sums = [tiles]
+    if tiling.split:
+        first, stop = sequence_span(row, tiling, request.window)
+        row[WIDTH] = stop - first
+        sums.append(items * row[WIDTH])
+    else:
+        sums += [jnp.where(tiles > 1, items, 0), jnp.where(tiles == 1, items, 0)]
+    before = lax.optimization_barrier([_sum_before(x) for x in sums])
+    row |= dict(zip((TILES_BEFORE, COST_BEFORE, SHORT_BEFORE), before, strict=False))
+    return jnp.stack([row[i] for i in range(8)])
+
+
+def columns(request: AttentionRequest) -> int:
+    """Width of the table: a multiple of what one bulk copy by a warpgroup moves."""
+    return -(-(request.num_seqs + 2) // 32) * 32
 
 
 def _sum_before(x: Array) -> Array:
     """[0, x0, x0 + x1, ...]; for short arrays as one masked reduction, which XLA fuses with what makes x."""
     n = x.shape[0]
     if n > 2048:
-        return jnp.concatenate([jnp.zeros((1,), x.dtype), jnp.cumsum(x, dtype=x.dtype)])
-    earlier = jnp.arange(n)[None, :] < jnp.arange(n + 1)[:, None]
+        return jnp.cumsum(x, dtype=x.dtype) - x
+    earlier = jnp.arange(n)[None, :] < jnp.arange(n)[:, None]
     return jnp.where(earlier, x[None, :], 0).sum(1, dtype=x.dtype)
+
+
+def queue(n: Array, long: Array, short: Array) -> tuple[Array, Array]:
+    """Place n of the queue: (whether a short tile, its number among its kind). Shorts come at regular intervals."""
+    every = lax.div(long + short, jnp.maximum(short, 1))
+    every = jnp.where(short == 0, 1 << 30, jnp.maximum(every, 1))
+    passed = lax.div(n + 1, every)
+    is_short = (passed * every == n + 1) & (passed <= short)
+    return is_short, jnp.where(is_short, passed - 1, n - jnp.minimum(passed, short))
 
 
 def share(total: Array, tiling: Tiling) -> Array:

@@ -67,6 +67,10 @@ class Steps:
         """acc + p @ values."""
         return pl.run_state(lambda ref: plgpu.wgmma(ref, p, values.at[ring]))(plgpu.ACC.init(acc))
 
+    def take_ticket(self, refs: Any, scratch: Any, count: Array, t: Any) -> Array:
+        """The program's next place in the queue; here fixed, round after round."""
+        return (count + 1) * t.programs + lax.axis_index("program")
+
     def full_barriers(self, k: Any) -> Any:
         """Barriers of the stages of K or V: a tile has landed."""
         return plgpu.Barrier(num_arrivals=k.copies, num_barriers=k.tiling.stages)

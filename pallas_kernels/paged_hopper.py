@@ -18,6 +18,7 @@ from pallas_kernels.hopper_steps import Steps
 from pallas_kernels.paged_hopper_kernel import FIELDS, LOG2E, Kernel
 from pallas_kernels.request import AttentionOperands, AttentionRequest
 
+TABLE_BYTES = 16 * 1024  # a larger plan table stays in device memory
 HEAD_DIMS = (64, 96, 128, 192, 256)
 
 
@@ -83,6 +84,8 @@ def attend(
         inputs["sinks"] = _by_row(operands.sinks * LOG2E, request)
     if request.alibi:
         inputs["slopes"] = _by_row(operands.alibi_slopes, request)
+    if not tiling.split:
+        inputs["counter"] = jax.new_ref(jnp.zeros((1,), jnp.int32))  # the queue's next place
     outputs = _outputs(request, tiling)
     results = _call(kernel, inputs, outputs, interpret)
     out, lse = results["out"], results.get("lse")
@@ -111,6 +114,7 @@ def _outputs(request: AttentionRequest, tiling: plan.Tiling) -> dict[str, jax.Sh
         out["part"] = jax.ShapeDtypeStruct((slots, rows, request.head_dim), jnp.float32)
         out["part_max"] = jax.ShapeDtypeStruct((slots, rows), jnp.float32)
         out["part_sum"] = jax.ShapeDtypeStruct((slots, rows), jnp.float32)
+        out["cut"] = jax.ShapeDtypeStruct((tiling.programs, 8), jnp.int32)
     return out
 
 
@@ -120,7 +124,12 @@ def _scratch(kernel: Kernel) -> dict[str, Any]:
     kv = plgpu.SMEM((t.stages, t.block_kv, request.head_dim), request.kv_dtype, transforms=tiled)
     full = kernel.steps.full_barriers(kernel)
     free = plgpu.Barrier(num_arrivals=t.wgs, num_barriers=t.stages)
-    return {
+    columns = plan.columns(request)
+    table = {}
+    if columns * 32 <= TABLE_BYTES:
+        table = {"table": plgpu.SMEM((8, columns), jnp.int32), "table_full": plgpu.Barrier()}
+    return table | {
+        "ticket": plgpu.SMEM((1,), jnp.int32),
         "q": kernel.steps.q_scratch(t, kernel.cols, request.q_dtype),
         "k": kv,
         "v": kv,
@@ -163,10 +172,10 @@ def _call(
 def _gather_lse(request: AttentionRequest, tiling: plan.Tiling, table: Array, lse: Array) -> Array:
     """[tiles, KVH, rows] -> [T, H]."""
     token = jnp.arange(request.num_tokens)
-    starts = table[: request.num_seqs + 1, plan.Q_START]
+    starts = table[plan.Q_START, : request.num_seqs + 1]
     s = jnp.clip(jnp.searchsorted(starts, token, side="right") - 1, 0, request.num_seqs)
     within = token - starts[s]
-    tile = table[s, plan.TILES_BEFORE] + within // tiling.q_tile
+    tile = table[plan.TILES_BEFORE, s] + within // tiling.q_tile
     within = within % tiling.q_tile
     row = within // tiling.wg_tokens * plan.ROWS + within % tiling.wg_tokens * tiling.group
     rows = row[:, None] + jnp.arange(tiling.group)[None]

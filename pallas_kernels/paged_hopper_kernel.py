@@ -93,8 +93,8 @@ def _div(a: Array, b: int) -> Array:
 def describe_tile(k: Kernel, table: Any, s: Array, tile: Array, head: Array) -> dict[int, Array]:
     """Fields of the whole tile `tile` of sequence `s`, DEST and LAST apart."""
     t, request = k.tiling, k.request
-    q_len, seq_len = table[s, plan.Q_LEN], table[s, plan.SEQ_LEN]
-    causal, start = table[s, plan.CAUSAL], table[s, plan.KV_START]
+    q_len, seq_len = table[plan.Q_LEN, s], table[plan.SEQ_LEN, s]
+    causal, start = table[plan.CAUSAL, s], table[plan.KV_START, s]
     context = seq_len - q_len
     first = tile * t.q_tile
     tokens = jnp.minimum(q_len - first, t.q_tile)
@@ -108,7 +108,7 @@ def describe_tile(k: Kernel, table: Any, s: Array, tile: Array, head: Array) -> 
     f1 = _div(jnp.maximum(full_hi, 0), t.block_kv)
     t1 = jnp.where((hi > lo) & (tokens > 0), t1, t0)
     return {
-        ROW: table[s, plan.Q_START] + first,
+        ROW: table[plan.Q_START, s] + first,
         TOKENS: tokens,
         HEAD: head,
         POS: pos,
@@ -119,7 +119,7 @@ def describe_tile(k: Kernel, table: Any, s: Array, tile: Array, head: Array) -> 
         F0: f0,
         F1: f1,
         T1: t1,
-        TILE: table[s, plan.TILES_BEFORE] + tile,
+        TILE: table[plan.TILES_BEFORE, s] + tile,
         CLEAN_LO: seq_lo,
         CLEAN_HI: seq_len,
     }
@@ -133,88 +133,88 @@ def clip_piece(fields: dict[int, Array], first: Array, end: Array) -> dict[int, 
     return {**fields, T0: t0, T1: t1, F0: f0, F1: jnp.clip(fields[F1], f0, t1)}
 
 
-def whole_piece(k: Kernel, table: Any, index: Array, s: Array) -> tuple[dict[int, Array], Array, Array]:
-    """Piece `index` of this program when tiles stay whole: (fields, sequence, whether another follows)."""
-    t, request = k.tiling, k.request
-    rows = request.num_seqs + 1
-    total = table[rows, plan.COST_BEFORE]
-    c = lax.axis_index("program")
-    c = jnp.where(index & 1 == 1, t.programs - 1 - c, c)
-    n = index * t.programs + c
-    s = lax.while_loop(lambda s: (table[s + 1, plan.COST_BEFORE] <= n) & (s + 1 < rows), lambda s: s + 1, s)
-    tiles = jnp.maximum(table[s + 1, plan.TILES_BEFORE] - table[s, plan.TILES_BEFORE], 1)
-    rest = n - table[s, plan.COST_BEFORE]
+def whole_piece(
+    k: Kernel, table: Any, n: Array, cursors: tuple[Array, Array]
+) -> tuple[dict[int, Array], Array, tuple[Array, Array], Array]:
+    """The piece at place `n` of the queue: (fields, its sequence, where to look on, whether there is such a piece)."""
+    rows = k.request.num_seqs + 1
+    total = table[plan.COST_BEFORE, rows], table[plan.SHORT_BEFORE, rows]
+    some = n < total[0] + total[1]
+    is_short, number = plan.queue(n, *total)
+
+    def find(row: int, s: Array, wanted: Array) -> Array:
+        return lax.while_loop(lambda s: wanted & (table[row, s + 1] <= number) & (s + 1 < rows), lambda s: s + 1, s)
+
+    cursors = (
+        find(plan.COST_BEFORE, cursors[0], some & ~is_short),
+        find(plan.SHORT_BEFORE, cursors[1], some & is_short),
+    )
+    s = jnp.where(is_short, cursors[1], cursors[0])
+    before = jnp.where(is_short, table[plan.SHORT_BEFORE, s], table[plan.COST_BEFORE, s])
+    tiles = jnp.maximum(table[plan.TILES_BEFORE, s + 1] - table[plan.TILES_BEFORE, s], 1)
+    rest = jnp.where(some, number - before, 0)
     head = lax.div(rest, tiles)
     tile = tiles - 1 - (rest - head * tiles)
-    some = n < total
-    fields = describe_tile(k, table, s, tile, jnp.where(some, head, 0))
-    far = jnp.int32(1 << 24)
-    fields = clip_piece(fields, jnp.int32(0), far)
+    fields = clip_piece(describe_tile(k, table, s, tile, head), jnp.int32(0), jnp.int32(1 << 24))
     fields[TOKENS] = jnp.where(some, fields[TOKENS], 0)
     fields[T1] = jnp.where(some, fields[T1], fields[T0])
     fields[F0], fields[F1] = (jnp.minimum(fields[f], fields[T1]) for f in (F0, F1))
-    # A reversed round comes after an even one: only the last round can leave a program without a tile.
-    more = (index + 1) * t.programs < total
     fields[DEST] = jnp.int32(WHOLE)
-    return fields, s, more
+    return fields, s, cursors, some
 
 
-def split_piece(k: Kernel, table: Any, position: Array, s: Array) -> tuple[dict[int, Array], Array, Array]:
-    """The piece at `position` of the line: (fields, the next position, its sequence)."""
+def split_piece(
+    k: Kernel, table: Any, position: Array, s: Array
+) -> tuple[dict[int, Array], Array, Array, tuple[Array, Array]]:
+    """The piece at `position` of the line: (fields, its sequence, the next position, (whether it begins a cut tile,
+    the last program that has a part of it)).
+    """
     t, request = k.tiling, k.request
     rows = request.num_seqs + 1
-    total = table[rows, plan.COST_BEFORE]
+    total = table[plan.COST_BEFORE, rows]
     part = plan.share(total, t)
     c = lax.axis_index("program")
-    begin = c * part
-    stop = jnp.minimum(begin + part, total)
-    s = lax.while_loop(lambda s: (table[s + 1, plan.COST_BEFORE] <= position) & (s + 1 < rows), lambda s: s + 1, s)
-    width = jnp.maximum(table[s, plan.WIDTH], 1)
-    tiles = jnp.maximum(table[s + 1, plan.TILES_BEFORE] - table[s, plan.TILES_BEFORE], 1)
-    rest = position - table[s, plan.COST_BEFORE]
+    stop = jnp.minimum(c * part + part, total)
+    s = lax.while_loop(lambda s: (table[plan.COST_BEFORE, s + 1] <= position) & (s + 1 < rows), lambda s: s + 1, s)
+    width = jnp.maximum(table[plan.WIDTH, s], 1)
+    tiles = jnp.maximum(table[plan.TILES_BEFORE, s + 1] - table[plan.TILES_BEFORE, s], 1)
+    rest = position - table[plan.COST_BEFORE, s]
     item = lax.div(rest, width)
     skip = rest - item * width
     head = lax.div(item, tiles)
     tile = item - head * tiles
     some = position < stop
-    fields = describe_tile(k, table, s, tile, jnp.where(some, head, 0))
+    fields = describe_tile(k, table, s, jnp.where(some, tile, 0), jnp.where(some, head, 0))
     take = jnp.minimum(width - skip, stop - position)
-    args = dict(seq_len=table[s, plan.SEQ_LEN], causal=fields[CAUSAL] != 0, window=request.window)
-    base, _ = key_span(
-        table[s, plan.SEQ_LEN] - table[s, plan.Q_LEN], table[s, plan.SEQ_LEN] - 1, kv_start=fields[START], **args
-    )
-    first = _div(base, t.block_kv) + skip
+    first = _div(fields[CLEAN_LO], t.block_kv) + skip
     fields = clip_piece(fields, first, first + jnp.where(some, take, 0))
     fields[TOKENS] = jnp.where(some, fields[TOKENS], 0)
     whole = (skip == 0) & (take == width)
     # A program's first piece may be the end or the middle of a tile, its last one the beginning.
     fields[DEST] = jnp.where(whole | ~some, WHOLE, jnp.where(skip > 0, 2 * c, 2 * c + 1))
-    return fields, position + jnp.maximum(take, 1), s
+    begins = some & ~whole & (skip == 0)
+    return fields, s, position + jnp.maximum(take, 1), (begins, lax.div(position + width - 1, part))
 
 
 def _load_pieces(k: Kernel, refs: dict[str, Any], scratch: dict[str, Any]) -> None:
     t, request = k.tiling, k.request
-    table = refs["table"]
-    desc = scratch["desc"]
     rows = request.num_seqs + 1
     for name in ("k_full", "v_full"):
         k.steps.init_full(scratch[name])
+    table = refs["table"]
+    if "table" in scratch:
+        plgpu.copy_gmem_to_smem(table, scratch["table"], scratch["table_full"])
+        plgpu.barrier_wait(scratch["table_full"])
+        table = scratch["table"]
+    program = lax.axis_index("program")
+    zero = jnp.int32(0)
 
-    def body(carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        count, cursor, s, ring, _ = carry
-        if t.split:
-            fields, cursor, s = split_piece(k, table, cursor, s)
-            part = plan.share(table[rows, plan.COST_BEFORE], t)
-            stop = jnp.minimum((lax.axis_index("program") + 1) * part, table[rows, plan.COST_BEFORE])
-            more = cursor < stop
-        else:
-            fields, s, more = whole_piece(k, table, cursor, s)
-            cursor = cursor + 1
-        fields[LAST] = jnp.where(more, 0, 1)
+    def deliver(count: Array, fields: dict[int, Array], s: Array, ring: Array) -> Array:
+        """Describe a piece, fetch its queries, stream its keys and values."""
         slot = count & (t.q_slots - 1)
         plgpu.barrier_wait(scratch["q_free"].at[slot])
         for f in range(FIELDS):
-            desc[slot, f] = fields[f]
+            scratch["desc"][slot, f] = fields[f]
         plgpu.barrier_arrive(scratch["q_full"].at[slot])
         for w in range(t.wgs):
             for c in range(k.cols):
@@ -224,17 +224,39 @@ def _load_pieces(k: Kernel, refs: dict[str, Any], scratch: dict[str, Any]) -> No
                     pl.ds(c * t.col, t.col),
                 ]
                 plgpu.copy_gmem_to_smem(src, k.steps.q_tma(scratch["q"], slot, w, c, t), scratch["q_full"].at[slot])
-        ring = _stream_tiles(k, refs, scratch, fields, s, ring)
-        return count + 1, cursor, s, ring, more
+        return _stream_tiles(k, refs, scratch, fields, s, ring)
+
+    def split_step(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        count, position, s, ring, _ = carry
+        fields, s, position, (begins, last) = split_piece(k, table, position, s)
+        more = position < stop
+        fields[LAST] = jnp.where(more, 0, 1)
+
+        @pl.when(~more)
+        def _for_merge() -> None:
+            cut = (jnp.where(begins, last, -1), fields[ROW], fields[TOKENS], fields[HEAD], fields[TILE])
+            for i, value in enumerate(cut):
+                refs["cut"][program, i] = value
+
+        return count + 1, position, s, deliver(count, fields, s, ring), more
+
+    def whole_step(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        count, n, cursors, ring, _ = carry
+        fields, s, cursors, _ = whole_piece(k, table, n, cursors)
+        n = k.steps.take_ticket(refs, scratch, count, t)
+        more = n < table[plan.COST_BEFORE, rows] + table[plan.SHORT_BEFORE, rows]
+        fields[LAST] = jnp.where(more, 0, 1)
+        return count + 1, n, cursors, deliver(count, fields, s, ring), more
 
     if t.split:
-        total = table[rows, plan.COST_BEFORE]
-        begin = lax.axis_index("program") * plan.share(total, t)
-        start = plan.find_sequence(lambda i: table[i, plan.COST_BEFORE], jnp.minimum(begin, total - 1), rows)
+        total = table[plan.COST_BEFORE, rows]
+        part = plan.share(total, t)
+        begin = program * part
+        stop = jnp.minimum(begin + part, total)
+        s = plan.find_sequence(lambda i: table[plan.COST_BEFORE, i], jnp.minimum(begin, total - 1), rows)
+        lax.while_loop(lambda carry: carry[4], split_step, (zero, begin, s, zero, jnp.bool_(True)))
     else:
-        begin, start = jnp.int32(0), jnp.int32(0)
-    zero = jnp.int32(0)
-    lax.while_loop(lambda carry: carry[4], body, (zero, begin, start, zero, jnp.bool_(True)))
+        lax.while_loop(lambda carry: carry[4], whole_step, (zero, program, (zero, zero), zero, jnp.bool_(True)))
     for name in ("k_free", "v_free"):  # every phase of a barrier is seen by whoever waits on it
         for i in range(t.stages):
             plgpu.barrier_wait(scratch[name].at[i])
@@ -386,10 +408,34 @@ def _attend_piece(
     acc = plgpu.layout_cast(jnp.zeros((plan.ROWS, request.head_dim), jnp.float32), plgpu.Layout.WGMMA)
     carry = (acc, _rows(k, LOW), _rows(k, 0.0), ring)
     masked, whole = functools.partial(step, masked=True), functools.partial(step, masked=False)
+    t0, f0, f1, t1 = fields[T0], fields[F0], fields[F1], fields[T1]
+    if t.wgs == 2:
+        # A warpgroup without tokens (decoding beside prefill) leaves the tensor cores to the other.
+        idle = fields[TOKENS] <= wg * t.wg_tokens
+        skip = functools.partial(_skip_tile, k, scratch, fields, wg, turn)
+        ring = lax.fori_loop(t0, jnp.where(idle, t1, t0), skip, ring)
+        t0, f0, f1 = (jnp.where(idle, t1, x) for x in (t0, f0, f1))
+        carry = (*carry[:3], ring)
     if request.window[0] is not None or request.kv_start:
-        carry = lax.fori_loop(fields[T0], fields[F0], masked, carry)
-    carry = lax.fori_loop(fields[F0], fields[F1], whole, carry)
-    return lax.fori_loop(fields[F1], fields[T1], masked, carry)
+        carry = lax.fori_loop(t0, f0, masked, carry)
+    carry = lax.fori_loop(f0, f1, whole, carry)
+    return lax.fori_loop(f1, t1, masked, carry)
+
+
+def _skip_tile(
+    k: Kernel, scratch: dict[str, Any], fields: Described, wg: Array, turn: Any, tile: Array, ring: Array
+) -> Array:
+    """A KV tile as a warpgroup without tokens sees it: everything that the others wait for, and no work."""
+    t = k.tiling
+    stage, phase = stage_of(ring, t), ring >= t.stages
+    k.steps.wait_full(scratch["k_full"], stage, phase)
+    plgpu.barrier_arrive(scratch["k_free"].at[stage])
+    turn()
+    k.steps.wait_full(scratch["v_full"], stage, phase)
+    _clean_values(k, scratch, fields, wg, tile, stage)
+    turn()
+    plgpu.barrier_arrive(scratch["v_free"].at[stage])
+    return next_of(ring, t)
 
 
 def _scores(
