@@ -114,7 +114,7 @@ def sequence_span(row: dict[int, Array], tiling: Tiling, window: tuple[int | Non
 
 
 def table(request: AttentionRequest, operands: AttentionOperands, tiling: Tiling) -> Array:
-    """int32[8, columns]: what the kernels need of each sequence, written by two small XLA kernels.
+    """int32[8 * columns / 256, 256]: what the kernels need of each sequence, written by two small XLA kernels.
 
     All of it is elementwise in the column (with gathers) but for the sums, so that XLA makes no more kernels of it.
     """
@@ -149,12 +149,27 @@ def table(request: AttentionRequest, operands: AttentionOperands, tiling: Tiling
         sums += [jnp.where(tiles > 1, items, 0), jnp.where(tiles == 1, items, 0)]
     before = lax.optimization_barrier([_sum_before(x) for x in sums])
     row |= dict(zip((TILES_BEFORE, COST_BEFORE, SHORT_BEFORE), before, strict=False))
-    return jnp.stack([row[i] for i in range(8)])
+    return jnp.stack([row[i] for i in range(8)]).reshape(-1, FOLD)
+
+
+FOLD = 256  # the longest row of a bulk copy; the table travels folded to it
 
 
 def columns(request: AttentionRequest) -> int:
-    """Width of the table: a multiple of what one bulk copy by a warpgroup moves."""
+    """Width of the table, so that it folds evenly."""
     return -(-(request.num_seqs + 2) // 32) * 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """The folded table behind the indices [row, column]."""
+
+    ref: object
+    columns: int
+
+    def __getitem__(self, at: tuple[int, Array]) -> Array:
+        place = at[0] * self.columns + at[1]
+        return self.ref[lax.div(place, jnp.int32(FOLD)), lax.rem(place, jnp.int32(FOLD))]
 
 
 def _sum_before(x: Array) -> Array:

@@ -127,7 +127,7 @@ def _scratch(kernel: Kernel) -> dict[str, Any]:
     columns = plan.columns(request)
     table = {}
     if columns * 32 <= TABLE_BYTES:
-        table = {"table": plgpu.SMEM((8, columns), jnp.int32), "table_full": plgpu.Barrier()}
+        table = {"table": plgpu.SMEM((8 * columns // plan.FOLD, plan.FOLD), jnp.int32), "table_full": plgpu.Barrier()}
     return table | {
         "ticket": plgpu.SMEM((1,), jnp.int32),
         "q": kernel.steps.q_scratch(t, kernel.cols, request.q_dtype),
@@ -172,6 +172,7 @@ def _call(
 def _gather_lse(request: AttentionRequest, tiling: plan.Tiling, table: Array, lse: Array) -> Array:
     """[tiles, KVH, rows] -> [T, H]."""
     token = jnp.arange(request.num_tokens)
+    table = table.reshape(8, -1)
     starts = table[plan.Q_START, : request.num_seqs + 1]
     s = jnp.clip(jnp.searchsorted(starts, token, side="right") - 1, 0, request.num_seqs)
     within = token - starts[s]

@@ -206,6 +206,7 @@ def _load_pieces(k: Kernel, refs: dict[str, Any], scratch: dict[str, Any]) -> No
         plgpu.copy_gmem_to_smem(table, scratch["table"], scratch["table_full"])
         plgpu.barrier_wait(scratch["table_full"])
         table = scratch["table"]
+    table = plan.Table(table, plan.columns(request))
     program = lax.axis_index("program")
     zero = jnp.int32(0)
 
