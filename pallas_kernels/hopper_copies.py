@@ -89,42 +89,58 @@ class FewArrivals(Steps):
 
         wait(full, stage, phase.astype(jnp.int32))
 
-    def load_pages(self, ref: Any, tile: Any, stage: Array, full: Any, sources: Any, head: Array, k: Any) -> None:
+    def find_pages(self, refs: Any, fields: Any, s: Array, tile: Array, k: Any) -> tuple[Array, ...]:
+        """The pages that the calling warp copies: of a tile's copies, warp w takes w, w + 4, ..."""
+        return tuple(k.page_of(refs, fields, s, copy, tile) for copy in _copies_of_warp(k))
+
+    def load_pages(
+        self, ref: Any, buffer: Any, stage: Array, full: Any, pages: Any, fields: Any, tile: Array, k: Any
+    ) -> None:
         t, request = k.tiling, k.request
         chunk = t.chunk
-        tiling = (8, tile.shape[-1] // (request.head_dim // t.col))
-        transforms = (plgpu.TilingTransform(tiling), plgpu.SwizzleTransform(_swizzle(ref.dtype, tiling[1])))
-        total = t.block_kv * request.head_dim * jnp.dtype(ref.dtype).itemsize
+        tiling = (8, t.col)
+        transforms = (plgpu.TilingTransform(tiling), plgpu.SwizzleTransform(t.col * jnp.dtype(ref.dtype).itemsize))
+        size = chunk * request.head_dim * jnp.dtype(ref.dtype).itemsize
+        flat = []
+        for copy, page in zip(_copies_of_warp(k), pages, strict=True):
+            flat += [copy, page, k.offset_of(copy, tile)]
+        types = (plgpu.RefType(), plgpu.RefType(transforms), plgpu.RefType(), *[SCALAR] * (3 + len(flat)))
 
-        flat = [x for source in sources for x in source]
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(transforms), plgpu.RefType(), *[SCALAR] * (2 + len(flat))))
-        def issue(ctx: Any, ref: Any, tile: Any, full: Any, stage: Any, head: Any, *flat: Any) -> None:
+        @plgpu.inline_mgpu(arg_types=types)
+        def issue(ctx: Any, ref: Any, buffer: Any, full: Any, stage: Any, head: Any, used: Any, *flat: Any) -> None:
             i32 = ir.IntegerType.get_signless(32)
             barrier = _barrier(full, _value(stage))
             one = nvvm.elect_sync()
-            warp = arith.andi(utils.warp_idx(), utils.c(3, i32))
-
-            def mine(w: int) -> Any:
-                return arith.andi(one, arith.cmpi(arith.CmpIPredicate.eq, warp, utils.c(w, i32)))
-
-            nvvm.mbarrier_arrive_expect_tx(barrier.get_ptr(), utils.c(total, i32), predicate=mine(0))
-            for i in range(len(flat) // 2):
-                page, rows = _index(flat[2 * i]), utils.ds(_index(flat[2 * i + 1]), chunk)
-                place = (page, rows, _index(head)) if request.layout == "NHD" else (page, _index(head), rows)
+            first = arith.cmpi(arith.CmpIPredicate.eq, _warp(), utils.c(0, i32))
+            total = arith.muli(_value(used), utils.c(size, i32))
+            nvvm.mbarrier_arrive_expect_tx(barrier.get_ptr(), total, predicate=arith.andi(one, first))
+            for copy, page, offset in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
+                rows = utils.ds(_index(offset), chunk)
+                place = (_index(page), rows, _index(head)) if request.layout == "NHD" else (_index(page), _index(head), rows)
+                inside = arith.cmpi(arith.CmpIPredicate.slt, _value(copy), _value(used))
+                to = arith.muli(_index(copy), utils.c(chunk // 8, ir.IndexType.get()))
                 ctx.async_copy(
                     src_ref=ref,
-                    dst_ref=utils.memref_slice(tile, (slice(i * chunk // 8, (i + 1) * chunk // 8),)),
+                    dst_ref=utils.memref_slice(buffer, (utils.ds(to, chunk // 8),)),
                     gmem_slice=place,
                     gmem_transform=(mgpu.TileTransform(tiling),),
                     swizzle=transforms[1].swizzle,
                     barrier=barrier,
                     arrive=False,
-                    predicate=mine(i % 4),
+                    predicate=arith.andi(one, inside),
                 )
 
-        issue(ref, tile.at[stage], full, stage, head, *flat)
+        issue(ref, buffer.at[stage], full, stage, k.head_of(fields), k.copies_in_use(fields, tile), *flat)
 
 
-def _swizzle(dtype: Any, columns: int) -> int:
-    return columns * jnp.dtype(dtype).itemsize
+def _warp() -> Any:
+    """Index of the calling warp in its warpgroup."""
+    return arith.andi(utils.warp_idx(), utils.c(3, ir.IntegerType.get_signless(32)))
+
+
+def _copies_of_warp(k: Any) -> list[Array]:
+    @plgpu.inline_mgpu(arg_types=(), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, SCALAR))
+    def warp(ctx: Any) -> Any:
+        return mgpu.FragmentedArray.splat(_warp(), shape=(), is_signed=True)
+
+    return [warp() + 4 * i for i in range(-(-k.copies // 4))]

@@ -7,7 +7,7 @@ which is no multiple of 8 moves wrong rows. The interpreter has none of the thre
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -82,12 +82,24 @@ class Steps:
         """Wait for a tile."""
         plgpu.barrier_wait(full.at[stage])
 
-    def load_pages(self, ref: Any, tile: Any, ring: Array, full: Any, sources: Any, head: Array, k: Any) -> None:
+    def find_pages(self, refs: Any, fields: Any, s: Array, tile: Array, k: Any) -> tuple[Array, ...]:
+        """The pages of a KV tile."""
+        return tuple(k.page_of(refs, fields, s, i, tile) for i in range(k.copies))
+
+    def load_pages(
+        self, ref: Any, buffer: Any, stage: Array, full: Any, pages: Any, fields: Any, tile: Array, k: Any
+    ) -> None:
         """Copy one page after another into a K or V tile."""
         chunk = k.tiling.chunk
-        for i, (page, offset) in enumerate(sources):
-            src = _page(k.request, ref, page, offset, chunk, head)
-            plgpu.copy_gmem_to_smem(src, tile.at[ring, pl.ds(i * chunk, chunk)], full.at[ring])
+        used = k.copies_in_use(fields, tile)
+
+        def copy(i: int, page: Array) -> None:
+            src = _page(k.request, ref, page, k.offset_of(i, tile), chunk, k.head_of(fields))
+            plgpu.copy_gmem_to_smem(src, buffer.at[stage, pl.ds(i * chunk, chunk)], full.at[stage])
+
+        for i, page in enumerate(pages):
+            pl.when(i < used)(functools.partial(copy, i, page))
+            pl.when(i >= used)(lambda: plgpu.barrier_arrive(full.at[stage]))
 
     def zero_rows(self, scratch: Any, ring: Array, lo: Array, hi: Array, k: Any) -> None:
         """Zero the rows of a V tile outside [lo, hi)."""

@@ -52,6 +52,30 @@ class Kernel:
         """Swizzled column blocks of a head."""
         return self.request.head_dim // self.tiling.col
 
+    def page_of(self, refs: Any, fields: Any, s: Array, copy: Any, tile: Array) -> Array:
+        """The page of copy `copy` of a KV tile; past the last page of the sequence, that page again."""
+        t, request = self.tiling, self.request
+        last = jnp.minimum(_div(jnp.maximum(fields[LENGTH] - 1, 0), request.page_size), request.max_pages - 1)
+        column = jnp.minimum(_div(tile * t.block_kv + copy * t.chunk, request.page_size), last)
+        return jnp.clip(refs["block_table"][jnp.minimum(s, request.num_seqs - 1), column], 0, request.num_pages - 1)
+
+    def offset_of(self, copy: Any, tile: Array) -> Array:
+        """The first row of copy `copy` inside its page."""
+        t, request = self.tiling, self.request
+        if request.page_size == t.chunk:
+            return jnp.int32(0)
+        position = tile * t.block_kv + copy * t.chunk
+        return position - _div(position, request.page_size) * request.page_size
+
+    def copies_in_use(self, fields: Any, tile: Array) -> Array:
+        """Copies of a KV tile that hold a key of the sequence; the others are left out, their rows masked and zeroed."""
+        t = self.tiling
+        return jnp.clip(_div(fields[LENGTH] - tile * t.block_kv + (t.chunk - 1), t.chunk), 1, self.copies)
+
+    def head_of(self, fields: Any) -> Array:
+        """The KV head of a piece."""
+        return fields[HEAD]
+
     def body(self, refs: dict[str, Any], scratch: dict[str, Any]) -> None:
         """What each warpgroup of each program does."""
         wgs = self.tiling.wgs
@@ -269,36 +293,20 @@ def _stream_tiles(
     k: Kernel, refs: dict[str, Any], scratch: dict[str, Any], fields: dict[int, Array], s: Array, ring: Array
 ) -> Array:
     """Issue the copies of K and V for the KV tiles of a piece."""
-    t, request = k.tiling, k.request
-    ps = request.page_size
-    last_page = jnp.minimum(_div(jnp.maximum(fields[LENGTH] - 1, 0), ps), request.max_pages - 1)
-    s = jnp.minimum(s, request.num_seqs - 1)
-
-    def page_ids(tile: Array) -> tuple[Array, ...]:
-        ids = []
-        for i in range(k.copies):
-            column = jnp.minimum(_div(tile * t.block_kv + i * t.chunk, ps), last_page)
-            ids.append(jnp.clip(refs["block_table"][s, column], 0, request.num_pages - 1))
-        return tuple(ids)
-
-    def load(name: str, tile: Array, ids: tuple[Array, ...], ring: Array) -> None:
-        slot = stage_of(ring, t)
-        plgpu.barrier_wait(scratch[f"{name}_free"].at[slot])
-        sources = []
-        for i, page in enumerate(ids):
-            position = tile * t.block_kv + i * t.chunk
-            offset = jnp.int32(0) if ps == t.chunk else position - _div(position, ps) * ps
-            sources.append((page, offset))
-        k.steps.load_pages(refs[name], scratch[name], slot, scratch[f"{name}_full"], sources, fields[HEAD], k)
+    t = k.tiling
 
     def step(tile: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        ring, ids = carry
-        load("k", tile, ids, ring)
-        following = page_ids(tile + 1)  # in flight while this tile waits for its stage
-        load("v", tile, ids, ring)
+        ring, pages = carry
+        stage = stage_of(ring, t)
+        plgpu.barrier_wait(scratch["k_free"].at[stage])
+        k.steps.load_pages(refs["k"], scratch["k"], stage, scratch["k_full"], pages, fields, tile, k)
+        following = k.steps.find_pages(refs, fields, s, tile + 1, k)  # in flight while this tile waits for its stage
+        plgpu.barrier_wait(scratch["v_free"].at[stage])
+        k.steps.load_pages(refs["v"], scratch["v"], stage, scratch["v_full"], pages, fields, tile, k)
         return next_of(ring, t), following
 
-    return lax.fori_loop(fields[T0], fields[T1], step, (ring, page_ids(fields[T0])))[0]
+    pages = k.steps.find_pages(refs, fields, s, fields[T0], k)
+    return lax.fori_loop(fields[T0], fields[T1], step, (ring, pages))[0]
 
 
 # -------------------------------------------------------------------------------------------------- the computing side
@@ -337,18 +345,28 @@ def _compute_pieces(k: Kernel, refs: dict[str, Any], scratch: dict[str, Any], wg
 
     pl.when(wg == 1)(give)
 
+    def leave(slot: Array) -> None:
+        """Give a query slot back once the copy engine has read the output that was staged in it."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(scratch["q_free"].at[slot])
+
     def body(carry: tuple[Array, ...]) -> tuple[Array, ...]:
         count, ring, _ = carry
         slot = count & (t.q_slots - 1)
         plgpu.barrier_wait(scratch["q_full"].at[slot])
         fields = Described(desc, slot)
+        if t.q_slots == 2:
+            pl.when(count > 0)(lambda: leave(1 - slot))
         pl.when(wg == 1)(take)
         state = _attend_piece(k, refs, scratch, fields, wg, slot, ring, turn)
         acc, m, l, ring = state
         pl.when((wg == 0) | (fields[LAST] == 0))(give)
         _finish(k, refs, scratch, fields, wg, slot, acc, m, l)
         more = fields[LAST] == 0  # read before the slot is given back
-        plgpu.barrier_arrive(scratch["q_free"].at[slot])
+        if t.q_slots == 1:
+            leave(slot)
+        else:
+            pl.when(~more)(lambda: leave(slot))
         pl.when(wg == 0)(take)
         return count + 1, ring, more
 
@@ -531,7 +549,6 @@ def _finish(
         if request.return_lse:
             lse = jnp.where(some, (top + jnp.log2(jnp.where(some, total, 1.0))) * LN2, -jnp.inf)
             refs["lse"][fields[TILE], fields[HEAD], rows] = lse
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     if t.split:
         @pl.when(fields[DEST] != WHOLE)
