@@ -94,33 +94,43 @@ class FewArrivals(Steps):
         return tuple(k.page_of(refs, fields, s, copy, tile) for copy in _copies_of_warp(k))
 
     def load_pages(
-        self, ref: Any, buffer: Any, stage: Array, full: Any, pages: Any, fields: Any, tile: Array, k: Any
+        self, refs: Any, scratch: Any, name: str, stage: Array, pages: Any, fields: Any, tile: Array, k: Any
     ) -> None:
         t, request = k.tiling, k.request
-        chunk = t.chunk
+        chunk, itemsize = t.chunk, request.kv_dtype.itemsize
         tiling = (8, t.col)
-        transforms = (plgpu.TilingTransform(tiling), plgpu.SwizzleTransform(t.col * jnp.dtype(ref.dtype).itemsize))
-        size = chunk * request.head_dim * jnp.dtype(ref.dtype).itemsize
-        flat = []
+        transforms = (plgpu.TilingTransform(tiling), plgpu.SwizzleTransform(t.col * itemsize))
+        size = chunk * request.head_dim * itemsize
+        pools: list[Any] = []
+        flat: list[Any] = []
         for copy, page in zip(_copies_of_warp(k), pages, strict=True):
-            flat += [copy, page, k.offset_of(copy, tile)]
-        types = (plgpu.RefType(), plgpu.RefType(transforms), plgpu.RefType(), *[SCALAR] * (3 + len(flat)))
+            sources = k.sources(refs, name, page)
+            pools = [pool for pool, _, _ in sources]
+            for _, number, here in sources:
+                flat += [jnp.where(here, copy, k.copies), copy, number, k.offset_of(copy, tile)]
+        types = (
+            [plgpu.RefType()] * len(pools),
+            plgpu.RefType(transforms),
+            plgpu.RefType(),
+            *[SCALAR] * (3 + len(flat)),
+        )
 
         @plgpu.inline_mgpu(arg_types=types)
-        def issue(ctx: Any, ref: Any, buffer: Any, full: Any, stage: Any, head: Any, used: Any, *flat: Any) -> None:
+        def issue(ctx: Any, pools: Any, buffer: Any, full: Any, stage: Any, head: Any, used: Any, *flat: Any) -> None:
             i32 = ir.IntegerType.get_signless(32)
             barrier = _barrier(full, _value(stage))
             one = nvvm.elect_sync()
             first = arith.cmpi(arith.CmpIPredicate.eq, _warp(), utils.c(0, i32))
             total = arith.muli(_value(used), utils.c(size, i32))
             nvvm.mbarrier_arrive_expect_tx(barrier.get_ptr(), total, predicate=arith.andi(one, first))
-            for copy, page, offset in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
+            for i in range(len(flat) // 4):
+                rank, copy, page, offset = flat[4 * i : 4 * i + 4]
                 rows = utils.ds(_index(offset), chunk)
                 place = (_index(page), rows, _index(head)) if request.layout == "NHD" else (_index(page), _index(head), rows)
-                inside = arith.cmpi(arith.CmpIPredicate.slt, _value(copy), _value(used))
+                inside = arith.cmpi(arith.CmpIPredicate.slt, _value(rank), _value(used))
                 to = arith.muli(_index(copy), utils.c(chunk // 8, ir.IndexType.get()))
                 ctx.async_copy(
-                    src_ref=ref,
+                    src_ref=pools[i % len(pools)],
                     dst_ref=utils.memref_slice(buffer, (utils.ds(to, chunk // 8),)),
                     gmem_slice=place,
                     gmem_transform=(mgpu.TileTransform(tiling),),
@@ -130,7 +140,8 @@ class FewArrivals(Steps):
                     predicate=arith.andi(one, inside),
                 )
 
-        issue(ref, buffer.at[stage], full, stage, k.head_of(fields), k.copies_in_use(fields, tile), *flat)
+        full = scratch[f"{name}_full"]
+        issue(pools, scratch[name].at[stage], full, stage, k.head_of(fields), k.copies_in_use(fields, tile), *flat)
 
 
 def _warp() -> Any:

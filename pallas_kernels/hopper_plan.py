@@ -21,6 +21,7 @@ import math
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.hopper_new_kv import fresh_counts
 from pallas_kernels.masks import key_span
 from pallas_kernels.request import AttentionOperands, AttentionRequest
 
@@ -30,6 +31,7 @@ ROWS = 64  # rows of a wgmma tile: one warpgroup's share
 
 # Rows of the table, int32 each; one column a sequence, one for the tokens past the last, one for the totals.
 Q_START, Q_LEN, SEQ_LEN, CAUSAL, KV_START, TILES_BEFORE, COST_BEFORE, WIDTH = range(8)
+FRESH_BEFORE = 8  # with new keys beside the cache only
 SHORT_BEFORE = WIDTH  # whole: COST_BEFORE counts the tiles of long sequences, this those of sequences of one tile
 
 
@@ -71,9 +73,12 @@ def choose_tiling(request: AttentionRequest) -> Tiling:
     wg_tokens = ROWS // group
     short = request.max_query_len <= wg_tokens
     wgs = 1 if short else 2
-    tiles = -(-request.num_tokens // (wgs * wg_tokens)) + request.num_seqs
-    few = tiles * request.num_kv_heads <= 4 * NUM_PROGRAMS
-    split = not request.batch_invariant and (few or request.max_query_len <= 2 * wg_tokens)
+    if request.max_query_len <= wgs * wg_tokens:  # one tile a sequence
+        even = fills_rounds(request.num_seqs * request.num_kv_heads)
+    else:
+        tiles = max(request.num_tokens // (wgs * wg_tokens), 1)
+        even = tiles * request.num_kv_heads > 4 * NUM_PROGRAMS
+    split = not (request.batch_invariant or even)
     block_kv = 128 if dim <= 128 else 64
     col = next(c for c in (64, 32, 16) if dim % c == 0)
     q_slots = 2 if dim <= 128 and group & (group - 1) == 0 else 1
@@ -91,6 +96,12 @@ def choose_tiling(request: AttentionRequest) -> Tiling:
         col=col,
         split=split,
     )
+
+
+def fills_rounds(tiles: int) -> bool:
+    """Whether that many equal tiles keep the programs busy to the end, nine parts in ten or more."""
+    rounds = -(-tiles // NUM_PROGRAMS)
+    return tiles >= 0.9 * rounds * NUM_PROGRAMS
 
 
 def max_tiles(request: AttentionRequest, tiling: Tiling) -> int:
@@ -147,9 +158,19 @@ def table(request: AttentionRequest, operands: AttentionOperands, tiling: Tiling
         sums.append(items * row[WIDTH])
     else:
         sums += [jnp.where(tiles > 1, items, 0), jnp.where(tiles == 1, items, 0)]
+    names = [TILES_BEFORE, COST_BEFORE] if tiling.split else [TILES_BEFORE, COST_BEFORE, SHORT_BEFORE]
+    if request.new_kv:
+        sums.append(fresh_counts(row[SEQ_LEN], q_len, request.page_size))
+        names.append(FRESH_BEFORE)
     before = lax.optimization_barrier([_sum_before(x) for x in sums])
-    row |= dict(zip((TILES_BEFORE, COST_BEFORE, SHORT_BEFORE), before, strict=False))
-    return jnp.stack([row[i] for i in range(8)]).reshape(-1, FOLD)
+    row |= dict(zip(names, before, strict=True))
+    zero = jnp.zeros_like(start)
+    return jnp.stack([row.get(i, zero) for i in range(table_rows(request))]).reshape(-1, FOLD)
+
+
+def table_rows(request: AttentionRequest) -> int:
+    """Height of the table."""
+    return 16 if request.new_kv else 8
 
 
 FOLD = 256  # the longest row of a bulk copy; the table travels folded to it

@@ -87,19 +87,21 @@ class Steps:
         return tuple(k.page_of(refs, fields, s, i, tile) for i in range(k.copies))
 
     def load_pages(
-        self, ref: Any, buffer: Any, stage: Array, full: Any, pages: Any, fields: Any, tile: Array, k: Any
+        self, refs: Any, scratch: Any, name: str, stage: Array, pages: Any, fields: Any, tile: Array, k: Any
     ) -> None:
-        """Copy one page after another into a K or V tile."""
+        """Copy one page after another into the K or V tile `name`."""
         chunk = k.tiling.chunk
         used = k.copies_in_use(fields, tile)
+        full = scratch[f"{name}_full"].at[stage]
 
-        def copy(i: int, page: Array) -> None:
-            src = _page(k.request, ref, page, k.offset_of(i, tile), chunk, k.head_of(fields))
-            plgpu.copy_gmem_to_smem(src, buffer.at[stage, pl.ds(i * chunk, chunk)], full.at[stage])
+        def copy(i: int, pool: Any, page: Array) -> None:
+            src = _page(k.request, pool, page, k.offset_of(i, tile), chunk, k.head_of(fields))
+            plgpu.copy_gmem_to_smem(src, scratch[name].at[stage, pl.ds(i * chunk, chunk)], full)
 
         for i, page in enumerate(pages):
-            pl.when(i < used)(functools.partial(copy, i, page))
-            pl.when(i >= used)(lambda: plgpu.barrier_arrive(full.at[stage]))
+            for pool, number, here in k.sources(refs, name, page):
+                pl.when((i < used) & here)(functools.partial(copy, i, pool, number))
+            pl.when(i >= used)(lambda: plgpu.barrier_arrive(full))
 
     def zero_rows(self, scratch: Any, ring: Array, lo: Array, hi: Array, k: Any) -> None:
         """Zero the rows of a V tile outside [lo, hi)."""

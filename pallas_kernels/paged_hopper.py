@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import hopper_plan as plan
 from pallas_kernels.hopper_merge import merge
 from pallas_kernels.hopper_copies import FewArrivals
+from pallas_kernels.hopper_new_kv import fresh_pages
 from pallas_kernels.hopper_steps import Steps
 from pallas_kernels.paged_hopper_kernel import FIELDS, LOG2E, Kernel
 from pallas_kernels.request import AttentionOperands, AttentionRequest
@@ -36,8 +37,6 @@ def why_not(request: AttentionRequest) -> tuple[str, ...]:
         reasons.append(f"page_size={r.page_size}: only multiples of 8, the rows of a swizzled tile")
     if r.group_size > plan.ROWS:
         reasons.append(f"{r.group_size} query heads a KV head: at most {plan.ROWS}")
-    if r.new_kv:
-        reasons.append("new_k, new_v: keys beside the cache are not supported yet")
     if r.num_ranges:
         reasons.append("bidirectional_ranges are not supported")
     if r.tree_size:
@@ -80,6 +79,8 @@ def attend(
         "block_table": operands.block_table,
         "table": table,
     }
+    if request.new_kv:
+        inputs["new_k"], inputs["new_v"] = fresh_pages(request, operands)
     if request.sinks:
         inputs["sinks"] = _by_row(operands.sinks * LOG2E, request)
     if request.alibi:
@@ -126,8 +127,9 @@ def _scratch(kernel: Kernel) -> dict[str, Any]:
     free = plgpu.Barrier(num_arrivals=t.wgs, num_barriers=t.stages)
     columns = plan.columns(request)
     table = {}
-    if columns * 32 <= TABLE_BYTES:
-        table = {"table": plgpu.SMEM((8 * columns // plan.FOLD, plan.FOLD), jnp.int32), "table_full": plgpu.Barrier()}
+    rows = plan.table_rows(request)
+    if columns * rows * 4 <= TABLE_BYTES:
+        table = {"table": plgpu.SMEM((rows * columns // plan.FOLD, plan.FOLD), jnp.int32), "table_full": plgpu.Barrier()}
     return table | {
         "ticket": plgpu.SMEM((1,), jnp.int32),
         "q": kernel.steps.q_scratch(t, kernel.cols, request.q_dtype),
@@ -172,7 +174,7 @@ def _call(
 def _gather_lse(request: AttentionRequest, tiling: plan.Tiling, table: Array, lse: Array) -> Array:
     """[tiles, KVH, rows] -> [T, H]."""
     token = jnp.arange(request.num_tokens)
-    table = table.reshape(8, -1)
+    table = table.reshape(plan.table_rows(request), -1)
     starts = table[plan.Q_START, : request.num_seqs + 1]
     s = jnp.clip(jnp.searchsorted(starts, token, side="right") - 1, 0, request.num_seqs)
     within = token - starts[s]

@@ -31,6 +31,7 @@ LOW = -1e30  # start of the running maximum: finite, so that a row without keys 
 # Fields of a piece's description in shared memory.
 ROW, TOKENS, HEAD, POS, LENGTH, CAUSAL, START, T0, F0, F1, T1, DEST, TILE, LAST, CLEAN_LO, CLEAN_HI = range(16)
 FIELDS = 16
+FRESH_COLUMN, FRESH_PAGE = 16, 17  # known to the loading side only: the first column of fresh pages, and its page
 WHOLE = -1  # DEST of a piece that is a whole tile; otherwise the number of its slot among the partial results
 
 
@@ -57,7 +58,22 @@ class Kernel:
         t, request = self.tiling, self.request
         last = jnp.minimum(_div(jnp.maximum(fields[LENGTH] - 1, 0), request.page_size), request.max_pages - 1)
         column = jnp.minimum(_div(tile * t.block_kv + copy * t.chunk, request.page_size), last)
-        return jnp.clip(refs["block_table"][jnp.minimum(s, request.num_seqs - 1), column], 0, request.num_pages - 1)
+        page = refs["block_table"][jnp.minimum(s, request.num_seqs - 1), column]
+        page = jnp.clip(page, 0, request.num_pages - 1)
+        if request.new_kv:  # fresh pages are numbered after the pool's
+            page = jnp.where(column < fields[FRESH_COLUMN], page, fields[FRESH_PAGE] + column - fields[FRESH_COLUMN])
+        return page
+
+    def sources(self, refs: Any, name: str, page: Array) -> list[tuple[Any, Array, Array]]:
+        """Where a page may lie: (pool, its number there, whether it is there)."""
+        pages = self.request.num_pages
+        if not self.request.new_kv:
+            return [(refs[name], page, jnp.bool_(True))]
+        fresh = jnp.clip(page - pages, 0, refs[f"new_{name}"].shape[0] - 1)
+        return [
+            (refs[name], jnp.minimum(page, pages - 1), page < pages),
+            (refs[f"new_{name}"], fresh, page >= pages),
+        ]
 
     def offset_of(self, copy: Any, tile: Array) -> Array:
         """The first row of copy `copy` inside its page."""
@@ -131,7 +147,11 @@ def describe_tile(k: Kernel, table: Any, s: Array, tile: Array, head: Array) -> 
     f0 = jnp.maximum(_div(full_lo + t.block_kv - 1, t.block_kv), t0)
     f1 = _div(jnp.maximum(full_hi, 0), t.block_kv)
     t1 = jnp.where((hi > lo) & (tokens > 0), t1, t0)
-    return {
+    fresh = {}
+    if request.new_kv:
+        fresh[FRESH_COLUMN] = _div(jnp.maximum(context, 0), request.page_size)
+        fresh[FRESH_PAGE] = table[plan.FRESH_BEFORE, s] + request.num_pages
+    return fresh | {
         ROW: table[plan.Q_START, s] + first,
         TOKENS: tokens,
         HEAD: head,
@@ -299,10 +319,10 @@ def _stream_tiles(
         ring, pages = carry
         stage = stage_of(ring, t)
         plgpu.barrier_wait(scratch["k_free"].at[stage])
-        k.steps.load_pages(refs["k"], scratch["k"], stage, scratch["k_full"], pages, fields, tile, k)
+        k.steps.load_pages(refs, scratch, "k", stage, pages, fields, tile, k)
         following = k.steps.find_pages(refs, fields, s, tile + 1, k)  # in flight while this tile waits for its stage
         plgpu.barrier_wait(scratch["v_free"].at[stage])
-        k.steps.load_pages(refs["v"], scratch["v"], stage, scratch["v_full"], pages, fields, tile, k)
+        k.steps.load_pages(refs, scratch, "v", stage, pages, fields, tile, k)
         return next_of(ring, t), following
 
     pages = k.steps.find_pages(refs, fields, s, fields[T0], k)
