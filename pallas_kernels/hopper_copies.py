@@ -98,8 +98,8 @@ class FewArrivals(Steps):
     ) -> None:
         t, request = k.tiling, k.request
         chunk, itemsize = t.chunk, request.kv_dtype.itemsize
-        tiling = (8, t.col)
-        transforms = (plgpu.TilingTransform(tiling), plgpu.SwizzleTransform(t.col * itemsize))
+        tiling = (8, k.kv_col)
+        transforms = (plgpu.TilingTransform(tiling), plgpu.SwizzleTransform(k.kv_col * itemsize))
         size = chunk * request.head_dim * itemsize
         pools: list[Any] = []
         flat: list[Any] = []

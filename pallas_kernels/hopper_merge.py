@@ -22,8 +22,7 @@ def merge(kernel: Any, inputs: dict[str, Array], results: dict[str, Array], inte
     """Write the rows of cut tiles into `out` (and `lse`), in place."""
     t, request = kernel.tiling, kernel.request
     operands = {n: results[n] for n in ("cut", "part", "part_max", "part_sum")}
-    if request.sinks:
-        operands["sinks"] = inputs["sinks"]
+    operands |= {n: inputs[n] for n in ("sinks", "scales") if n in inputs}
     names = tuple(operands)
     targets = {n: jax.new_ref(results[n]) for n in ("out", "lse") if n in results}
     lanes = min(LANES, t.wgs * t.wg_tokens * t.group)
@@ -107,6 +106,9 @@ def _combine(
         m, l, acc = top, l * shrink + jnp.exp2(sink - top), acc * wide(shrink)
     some = l > 0
     safe = jnp.where(some, l, 1.0)
-    refs["out"].at[where[0], where[1]][...] = (acc * wide(1.0 / safe)).astype(request.q_dtype)
+    inverse = 1.0 / safe
+    if request.v_scale != "none":
+        inverse = inverse * refs["scales"][tile[1], 1]
+    refs["out"].at[where[0], where[1]][...] = kernel.stored(acc * wide(inverse))
     if request.return_lse:
         refs["lse"][tile[0], tile[1], row] = jnp.where(some, (m + jnp.log2(safe)) * LN2, -jnp.inf)

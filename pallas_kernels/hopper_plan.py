@@ -48,7 +48,13 @@ class Tiling:
     col: int  # columns of one swizzled tile
     split: bool
     programs: int = NUM_PROGRAMS
-    registers: tuple[int, int] = (232, 40)  # a thread of a computing and of the loading warpgroup, where there are three
+    registers: tuple[int, int, int] = (232, 40, 0)  # a thread of a computing, the loading, the converting warpgroup
+    convert: bool = False  # a warpgroup widens an 8-bit cache
+
+    @property
+    def warpgroups(self) -> int:
+        """All of them."""
+        return self.wgs + 1 + self.convert
 
     @property
     def wg_tokens(self) -> int:
@@ -82,10 +88,14 @@ def choose_tiling(request: AttentionRequest) -> Tiling:
     block_kv = 128 if dim <= 128 else 64
     col = next(c for c in (64, 32, 16) if dim % c == 0)
     q_slots = 2 if dim <= 128 and group & (group - 1) == 0 else 1
+    registers = (232, 40, 0)
+    if request.quantized:  # room for K (two stages) and V (one) in 16 bits beside the stages of 8 bits
+        q_slots = 2 if wgs == 1 and q_slots == 2 else 1
+        registers = (208, 40, 56) if wgs == 2 else (240, 40, 152)
     stage_bytes = 2 * block_kv * dim * 2
     unit = math.lcm(8, group)
     q_bytes = wgs * q_slots * (-(-ROWS // unit) * unit) * dim * 2
-    stages = 2 if (SMEM_BYTES - q_bytes - 4096) // stage_bytes < 4 else 3
+    stages = 2 if request.quantized or (SMEM_BYTES - q_bytes - 4096) // stage_bytes < 4 else 3
     return Tiling(
         group=group,
         wgs=wgs,
@@ -95,6 +105,8 @@ def choose_tiling(request: AttentionRequest) -> Tiling:
         chunk=math.gcd(request.page_size, block_kv),
         col=col,
         split=split,
+        registers=registers,
+        convert=request.quantized,
     )
 
 

@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper_plan as plan
 from pallas_kernels.hopper_merge import merge
+from pallas_kernels.hopper_convert import wide_scratch
 from pallas_kernels.hopper_copies import FewArrivals
 from pallas_kernels.hopper_new_kv import fresh_pages
 from pallas_kernels.hopper_steps import Steps
@@ -20,6 +21,7 @@ from pallas_kernels.paged_hopper_kernel import FIELDS, LOG2E, Kernel
 from pallas_kernels.request import AttentionOperands, AttentionRequest
 
 TABLE_BYTES = 16 * 1024  # a larger plan table stays in device memory
+HALF_MAX = 65504.0  # the largest float16
 HEAD_DIMS = (64, 96, 128, 192, 256)
 
 
@@ -29,8 +31,10 @@ def why_not(request: AttentionRequest) -> tuple[str, ...]:
     reasons = []
     if r.q_dtype.name not in ("bfloat16", "float16"):
         reasons.append(f"q_dtype={r.q_dtype.name}: only bfloat16 and float16 queries")
-    if r.kv_dtype != r.q_dtype:
-        reasons.append(f"kv_dtype={r.kv_dtype.name}: only a cache in the dtype of q, {r.q_dtype.name}")
+    if r.kv_dtype != r.q_dtype and r.kv_dtype.name not in ("float8_e4m3fn", "float8_e5m2"):
+        reasons.append(f"kv_dtype={r.kv_dtype.name}: only float8_e4m3fn, float8_e5m2 or the dtype of q, {r.q_dtype.name}")
+    if "token" in (r.k_scale, r.v_scale):
+        reasons.append("k_scale, v_scale: no scales for each token and head")
     if r.head_dim not in HEAD_DIMS:
         reasons.append(f"head_dim={r.head_dim}: only {', '.join(map(str, HEAD_DIMS))}")
     if r.page_size % 8:
@@ -70,6 +74,8 @@ def attend(
     kernel = Kernel(request, tiling, steps)
     table = plan.table(request, operands, tiling)
     q = operands.q
+    if q.dtype != kernel.compute_dtype:
+        q = jnp.clip(q, -HALF_MAX, HALF_MAX).astype(kernel.compute_dtype)
     if interpret is not None:  # the interpreter has no out-of-bounds fill
         q = jnp.pad(q, ((0, tiling.q_tile), (0, 0), (0, 0)))
     inputs = {
@@ -87,11 +93,17 @@ def attend(
         inputs["slopes"] = _by_row(operands.alibi_slopes, request)
     if not tiling.split:
         inputs["counter"] = jax.new_ref(jnp.zeros((1,), jnp.int32))  # the queue's next place
-    outputs = _outputs(request, tiling)
+    if (request.k_scale, request.v_scale) != ("none", "none"):
+        ones = jnp.ones((request.num_kv_heads,), jnp.float32)
+        pair = [ones if x is None else ones * x for x in (operands.k_scale, operands.v_scale)]
+        inputs["scales"] = jnp.stack(pair, axis=1)
+    outputs = _outputs(kernel)
     results = _call(kernel, inputs, outputs, interpret)
     out, lse = results["out"], results.get("lse")
     if tiling.split:
         out, lse = merge(kernel, inputs, results, interpret)
+    if out.dtype != request.q_dtype:
+        out = lax.bitcast_convert_type(out, request.q_dtype)
     if not request.return_lse:
         return out, None
     return out, _gather_lse(request, tiling, table, lse)
@@ -104,9 +116,11 @@ def _by_row(x: Array, request: AttentionRequest) -> Array:
     return jnp.tile(x, (1, -(-plan.ROWS // group)))[:, : plan.ROWS]
 
 
-def _outputs(request: AttentionRequest, tiling: plan.Tiling) -> dict[str, jax.ShapeDtypeStruct]:
+def _outputs(kernel: Kernel) -> dict[str, jax.ShapeDtypeStruct]:
+    request, tiling = kernel.request, kernel.tiling
     rows = tiling.wgs * plan.ROWS
-    out = {"out": jax.ShapeDtypeStruct((request.num_tokens, request.num_heads, request.head_dim), request.q_dtype)}
+    shape: tuple[int, ...] = (request.num_tokens, request.num_heads, request.head_dim)
+    out = {"out": jax.ShapeDtypeStruct(shape, kernel.compute_dtype)}
     if request.return_lse:
         shape = (plan.max_tiles(request, tiling), request.num_kv_heads, rows)
         out["lse"] = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -121,23 +135,25 @@ def _outputs(request: AttentionRequest, tiling: plan.Tiling) -> dict[str, jax.Sh
 
 def _scratch(kernel: Kernel) -> dict[str, Any]:
     request, t = kernel.request, kernel.tiling
-    tiled = (plgpu.TilingTransform((8, t.col)), plgpu.SwizzleTransform(2 * t.col))
+    col = kernel.kv_col
+    tiled = (plgpu.TilingTransform((8, col)), plgpu.SwizzleTransform(col * request.kv_dtype.itemsize))
     kv = plgpu.SMEM((t.stages, t.block_kv, request.head_dim), request.kv_dtype, transforms=tiled)
     full = kernel.steps.full_barriers(kernel)
-    free = plgpu.Barrier(num_arrivals=t.wgs, num_barriers=t.stages)
+    free = plgpu.Barrier(num_arrivals=1 if t.convert else t.wgs, num_barriers=t.stages)
     columns = plan.columns(request)
     table = {}
     rows = plan.table_rows(request)
     if columns * rows * 4 <= TABLE_BYTES:
         table = {"table": plgpu.SMEM((rows * columns // plan.FOLD, plan.FOLD), jnp.int32), "table_full": plgpu.Barrier()}
-    return table | {
+    wide = wide_scratch(kernel) if t.convert else {}
+    return table | wide | {
         "ticket": plgpu.SMEM((1,), jnp.int32),
-        "q": kernel.steps.q_scratch(t, kernel.cols, request.q_dtype),
+        "q": kernel.steps.q_scratch(t, kernel.cols, kernel.compute_dtype),
         "k": kv,
         "v": kv,
         "desc": plgpu.SMEM((t.q_slots, FIELDS), jnp.int32),
         "q_full": plgpu.Barrier(num_arrivals=1 + t.wgs * kernel.cols, num_barriers=t.q_slots),
-        "q_free": plgpu.Barrier(num_arrivals=t.wgs, num_barriers=t.q_slots),
+        "q_free": plgpu.Barrier(num_arrivals=t.wgs + t.convert, num_barriers=t.q_slots),
         "k_full": full,
         "v_full": full,
         "k_free": free,
@@ -161,7 +177,7 @@ def _call(
         scratch_types=_scratch(kernel),
         grid=(kernel.tiling.programs,),
         grid_names=("program",),
-        num_threads=kernel.tiling.wgs + 1,
+        num_threads=kernel.tiling.warpgroups,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane

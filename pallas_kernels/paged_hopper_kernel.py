@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper_plan as plan
+from pallas_kernels.hopper_convert import convert_tile
 from pallas_kernels.hopper_steps import Steps
 from pallas_kernels.masks import common_span, key_span, visible
 from pallas_kernels.request import AttentionRequest
@@ -52,6 +53,23 @@ class Kernel:
     def cols(self) -> int:
         """Swizzled column blocks of a head."""
         return self.request.head_dim // self.tiling.col
+
+    @property
+    def compute_dtype(self) -> Any:
+        """What the tensor cores multiply; see `hopper_convert` for an 8-bit cache."""
+        return jnp.dtype(jnp.float16) if self.request.quantized else self.request.q_dtype
+
+    @property
+    def kv_col(self) -> int:
+        """Columns of one swizzled tile of K and V as they are loaded."""
+        if not self.request.quantized:
+            return self.tiling.col
+        return next(c for c in (128, 64, 32) if self.request.head_dim % c == 0)
+
+    def stored(self, out: Array) -> Array:
+        """The output in q's dtype, with its bits in the dtype of the query buffer, in which it is staged."""
+        out = out.astype(self.request.q_dtype)
+        return out if out.dtype == self.compute_dtype else lax.bitcast_convert_type(out, self.compute_dtype)
 
     def page_of(self, refs: Any, fields: Any, s: Array, copy: Any, tile: Array) -> Array:
         """The page of copy `copy` of a KV tile; past the last page of the sequence, that page again."""
@@ -96,18 +114,26 @@ class Kernel:
         """What each warpgroup of each program does."""
         wgs = self.tiling.wgs
         wg = lax.axis_index("wg")
+        several = self.tiling.warpgroups > 2  # with two, each thread has all the registers it can use
 
         @pl.when(wg < wgs)
         def _compute() -> None:
-            if wgs == 2:
+            if several:
                 plgpu.set_max_registers(self.tiling.registers[0], action="increase")
             _compute_pieces(self, refs, scratch, wg)
 
         @pl.when(wg == wgs)
         def _load() -> None:
-            if wgs == 2:
+            if several:
                 plgpu.set_max_registers(self.tiling.registers[1], action="decrease")
             _load_pieces(self, refs, scratch)
+
+        if self.request.quantized:
+
+            @pl.when(wg == wgs + 1)
+            def _convert() -> None:
+                plgpu.set_max_registers(self.tiling.registers[2], action="decrease")
+                _convert_pieces(self, scratch)
 
 
 # ---------------------------------------------------------------------------------------------------- the loading side
@@ -343,12 +369,65 @@ class Described:
         return self.desc[self.slot, field]
 
 
-def _compute_pieces(k: Kernel, refs: dict[str, Any], scratch: dict[str, Any], wg: Array) -> None:
+def _convert_pieces(k: Kernel, scratch: dict[str, Any]) -> None:
+    """The converting warpgroup's walk through the pieces."""
     t = k.tiling
-    desc = scratch["desc"]
     for name in ("k_free", "v_free"):
         for i in range(t.stages):
             plgpu.barrier_arrive(scratch[name].at[i])
+    for i in range(t.q_slots):
+        plgpu.barrier_arrive(scratch["q_free"].at[i])
+
+    def body(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        count, ring, _ = carry
+        slot = count & (t.q_slots - 1)
+        plgpu.barrier_wait(scratch["q_full"].at[slot])
+        fields = Described(scratch["desc"], slot)
+        lo, hi = fields[CLEAN_LO], fields[CLEAN_HI]
+
+        def step(tile: Array, ring: Array) -> Array:
+            span = lo - tile * t.block_kv, hi - tile * t.block_kv
+            for name in ("k", "v"):
+                convert_tile(k, scratch, name, stage_of(ring, t), ring >= t.stages, span)
+            return next_of(ring, t)
+
+        ring = lax.fori_loop(fields[T0], fields[T1], step, ring)
+        more = fields[LAST] == 0
+        plgpu.barrier_arrive(scratch["q_free"].at[slot])
+        return count + 1, ring, more
+
+    lax.while_loop(lambda carry: carry[2], body, (jnp.int32(0), jnp.int32(0), jnp.bool_(True)))
+    for name in ("k16", "v16"):
+        for i in range(scratch[name].shape[0]):
+            plgpu.barrier_wait(scratch[f"{name}_free"].at[i])
+
+
+def _wait_tile(k: Kernel, scratch: dict[str, Any], name: str, ring: Array) -> Array:
+    """Wait for a K or V tile that the tensor cores can take; returns its stage."""
+    t = k.tiling
+    stage = stage_of(ring, t)
+    if not k.request.quantized:
+        k.steps.wait_full(scratch[f"{name}_full"], stage, ring >= t.stages)
+        return stage
+    stage = stage if scratch[f"{name}16"].shape[0] == t.stages else jnp.int32(0)
+    plgpu.barrier_wait(scratch[f"{name}16_full"].at[stage])
+    return stage
+
+
+def _free_tile(k: Kernel, scratch: dict[str, Any], name: str, stage: Array) -> None:
+    plgpu.barrier_arrive(scratch[f"{name}16_free" if k.request.quantized else f"{name}_free"].at[stage])
+
+
+def _buffer(k: Kernel, scratch: dict[str, Any], name: str) -> Any:
+    return scratch[f"{name}16" if k.request.quantized else name]
+
+
+def _compute_pieces(k: Kernel, refs: dict[str, Any], scratch: dict[str, Any], wg: Array) -> None:
+    t = k.tiling
+    desc = scratch["desc"]
+    for name in ("k", "v"):
+        for i in range(_buffer(k, scratch, name).shape[0]):
+            _free_tile(k, scratch, name, i)
     for i in range(t.q_slots):
         plgpu.barrier_arrive(scratch["q_free"].at[i])
 
@@ -416,32 +495,35 @@ def _attend_piece(
     scores = functools.partial(_scores, k, refs, fields, wg)
     plain = request.soft_cap is None and not request.alibi and request.scale > 0
 
+    factor = request.scale * LOG2E if plain else 1.0
+    if plain and request.k_scale != "none":
+        factor = refs["scales"][fields[HEAD], 0] * factor
+
     def step(tile: Array, carry: tuple[Array, ...], masked: bool) -> tuple[Array, ...]:
         acc, m, l, ring = carry
-        stage, phase = stage_of(ring, t), ring >= t.stages
-        k.steps.wait_full(scratch["k_full"], stage, phase)
-        s = k.steps.qk(scratch["q"], slot, wg, scratch["k"], stage, turn, k)
-        plgpu.barrier_arrive(scratch["k_free"].at[stage])
-        factor = request.scale * LOG2E if plain else 1.0
+        stage = _wait_tile(k, scratch, "k", ring)
+        s = k.steps.qk(scratch["q"], slot, wg, _buffer(k, scratch, "k"), stage, turn, k)
+        _free_tile(k, scratch, "k", stage)
         s = scores(s, tile, masked, plain)
-        if masked:
-            k.steps.wait_full(scratch["v_full"], stage, phase)
+        clean_first = masked and not request.quantized
+        if clean_first:
+            stage = _wait_tile(k, scratch, "v", ring)
             _clean_values(k, scratch, fields, wg, tile, stage)
         m_new = jnp.maximum(m, s.max(axis=1) * factor)
         alpha = jnp.exp2(m - m_new)
         p = jnp.exp2(s * factor - _across(m_new, shape))
         acc = acc * _across(alpha, acc.shape)
         l = l * alpha + p.sum(axis=1)
-        p = p.astype(request.q_dtype)
+        p = p.astype(k.compute_dtype)
         acc, l, m_new, p = lax.optimization_barrier((acc, l, m_new, p))
         if t.wgs == 2:
             plgpu.barrier_arrive(scratch["turn"])
-        if not masked:
-            k.steps.wait_full(scratch["v_full"], stage, phase)
+        if not clean_first:
+            stage = _wait_tile(k, scratch, "v", ring)
         if t.wgs == 2:
             plgpu.barrier_wait(scratch["turn"])
-        acc = k.steps.pv(acc, p, scratch["v"], stage, k)
-        plgpu.barrier_arrive(scratch["v_free"].at[stage])
+        acc = k.steps.pv(acc, p, _buffer(k, scratch, "v"), stage, k)
+        _free_tile(k, scratch, "v", stage)
         return acc, m_new, l, next_of(ring, t)
 
     acc = plgpu.layout_cast(jnp.zeros((plan.ROWS, request.head_dim), jnp.float32), plgpu.Layout.WGMMA)
@@ -465,16 +547,14 @@ def _skip_tile(
     k: Kernel, scratch: dict[str, Any], fields: Described, wg: Array, turn: Any, tile: Array, ring: Array
 ) -> Array:
     """A KV tile as a warpgroup without tokens sees it: everything that the others wait for, and no work."""
-    t = k.tiling
-    stage, phase = stage_of(ring, t), ring >= t.stages
-    k.steps.wait_full(scratch["k_full"], stage, phase)
-    plgpu.barrier_arrive(scratch["k_free"].at[stage])
+    _free_tile(k, scratch, "k", _wait_tile(k, scratch, "k", ring))
     turn()
-    k.steps.wait_full(scratch["v_full"], stage, phase)
-    _clean_values(k, scratch, fields, wg, tile, stage)
+    stage = _wait_tile(k, scratch, "v", ring)
+    if not k.request.quantized:
+        _clean_values(k, scratch, fields, wg, tile, stage)
     turn()
-    plgpu.barrier_arrive(scratch["v_free"].at[stage])
-    return next_of(ring, t)
+    _free_tile(k, scratch, "v", stage)
+    return next_of(ring, k.tiling)
 
 
 def _scores(
@@ -484,6 +564,8 @@ def _scores(
     t, request = k.tiling, k.request
     if not plain:
         s = s * request.scale
+        if request.k_scale != "none":
+            s = s * refs["scales"][fields[HEAD], 0]
         if request.soft_cap is not None:
             # The chip's tanh is good to 5e-4 only, too coarse for a cap of 50: by exponentials instead.
             e = jnp.exp2(s * (2 * LOG2E / request.soft_cap))
@@ -561,7 +643,9 @@ def _finish(
             scaled = acc * _across(shrink, acc.shape)
         some = total > 0
         inverse = 1.0 / jnp.where(some, total, 1.0)
-        out = (scaled * _across(inverse, acc.shape)).astype(request.q_dtype)
+        if request.v_scale != "none":
+            inverse = inverse * refs["scales"][fields[HEAD], 1]
+        out = k.stored(scaled * _across(inverse, acc.shape))
         for c in range(k.cols):
             k.steps.o_put(scratch["q"], slot, wg, c, lax.slice(out, (0, c * t.col), (plan.ROWS, (c + 1) * t.col)), t)
         plgpu.commit_smem()
