@@ -14,9 +14,13 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-WIDE_STAGES = {"k": 2, "v": 1}  # K is needed early in a tile and V late
 ROWS = 64
 LAYOUT = plgpu.Layout.WGMMA_UPCAST_2X
+
+
+def wide_stages(head_dim: int) -> dict[str, int]:
+    """Stages of the wide tiles: K is needed early in a tile, V late; the largest heads leave no room for a second K."""
+    return {"k": 2 if head_dim <= 192 else 1, "v": 1}
 
 
 def wide_scratch(k: Any) -> dict[str, Any]:
@@ -24,7 +28,7 @@ def wide_scratch(k: Any) -> dict[str, Any]:
     t, request = k.tiling, k.request
     tiled = (plgpu.TilingTransform((8, t.col)), plgpu.SwizzleTransform(2 * t.col))
     out: dict[str, Any] = {}
-    for name, stages in WIDE_STAGES.items():
+    for name, stages in wide_stages(request.head_dim).items():
         shape = (stages, t.block_kv, request.head_dim)
         out[f"{name}16"] = plgpu.SMEM(shape, k.compute_dtype, transforms=tiled)
         out[f"{name}16_full"] = plgpu.Barrier(num_arrivals=1, num_barriers=stages)
@@ -36,7 +40,7 @@ def convert_tile(k: Any, scratch: dict[str, Any], name: str, stage: Array, phase
     """Widen one tile; V rows outside `span` become zero, for 0 x NaN of a stale slot would be NaN."""
     t, request = k.tiling, k.request
     k.steps.wait_full(scratch[f"{name}_full"], stage, phase)
-    wide = stage if WIDE_STAGES[name] == t.stages else jnp.int32(0)
+    wide = stage if wide_stages(request.head_dim)[name] == t.stages else jnp.int32(0)
     plgpu.barrier_wait(scratch[f"{name}16_free"].at[wide])
     step = min(request.head_dim, k.kv_col)
     for r in range(0, t.block_kv, ROWS):

@@ -49,6 +49,7 @@ class Tiling:
     split: bool
     programs: int = NUM_PROGRAMS
     registers: tuple[int, int, int] = (232, 40, 0)  # a thread of a computing, the loading, the converting warpgroup
+    q_in_registers: bool = False  # keep a piece's queries there; otherwise each matmul reads them from shared memory
     convert: bool = False  # a warpgroup widens an 8-bit cache
 
     @property
@@ -78,7 +79,8 @@ def choose_tiling(request: AttentionRequest) -> Tiling:
     group, dim = request.group_size, request.head_dim
     wg_tokens = ROWS // group
     short = request.max_query_len <= wg_tokens
-    wgs = 1 if short else 2
+    # Four warpgroups leave each thread too few registers for an output row of more than 128.
+    wgs = 1 if short or (request.quantized and dim > 128) else 2
     if request.max_query_len <= wgs * wg_tokens:  # one tile a sequence
         even = fills_rounds(request.num_seqs * request.num_kv_heads)
     else:

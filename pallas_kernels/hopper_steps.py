@@ -50,14 +50,21 @@ class Steps:
         """Stage a column block of the output."""
         q[0].at[slot, wg, c, pl.ds(0, ROWS)][...] = value
 
-    def qk(self, q: Any, slot: Array, wg: Any, keys: Any, ring: Array, between: Any, k: Any) -> Array:
+    def q_operand(self, q: Any, slot: Array, wg: Any, k: Any) -> Any:
+        """What `qk` takes as queries."""
+        blocks = [q[0].at[slot, wg, c, pl.ds(0, ROWS)] for c in range(k.cols)]
+        if k.tiling.q_in_registers:
+            return [plgpu.load(block, layout=plgpu.Layout.WGMMA) for block in blocks]
+        return blocks
+
+    def qk(self, q: Any, keys: Any, ring: Array, between: Any, k: Any) -> Array:
         """Scores [64, block_kv]."""
         t = k.tiling
 
         def run(acc: Any) -> Array:
             for c in range(k.cols):
                 right = keys.at[ring, :, pl.ds(c * t.col, t.col)].transpose((1, 0))
-                plgpu.wgmma(acc, q[0].at[slot, wg, c, pl.ds(0, ROWS)], right)
+                plgpu.wgmma(acc, q[c], right)
             between()
             return acc[...]
 

@@ -495,6 +495,7 @@ def _attend_piece(
     scores = functools.partial(_scores, k, refs, fields, wg)
     plain = request.soft_cap is None and not request.alibi and request.scale > 0
 
+    queries = k.steps.q_operand(scratch["q"], slot, wg, k)
     factor = request.scale * LOG2E if plain else 1.0
     if plain and request.k_scale != "none":
         factor = refs["scales"][fields[HEAD], 0] * factor
@@ -502,7 +503,7 @@ def _attend_piece(
     def step(tile: Array, carry: tuple[Array, ...], masked: bool) -> tuple[Array, ...]:
         acc, m, l, ring = carry
         stage = _wait_tile(k, scratch, "k", ring)
-        s = k.steps.qk(scratch["q"], slot, wg, _buffer(k, scratch, "k"), stage, turn, k)
+        s = k.steps.qk(queries, _buffer(k, scratch, "k"), stage, turn, k)
         _free_tile(k, scratch, "k", stage)
         s = scores(s, tile, masked, plain)
         clean_first = masked and not request.quantized

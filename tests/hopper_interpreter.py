@@ -24,13 +24,15 @@ class InterpreterSteps(Steps):
         value = jnp.pad(value, ((0, t.alloc_rows - ROWS), (0, 0)))
         q[slot, wg, c] = value.reshape(t.alloc_rows // t.group, t.group, t.col)
 
-    def qk(self, q: Any, slot: Any, wg: Any, keys: Any, ring: Any, between: Any, k: Any) -> Any:
+    def q_operand(self, q: Any, slot: Any, wg: Any, k: Any) -> Any:
+        return [q[slot, wg, c].reshape(k.tiling.alloc_rows, k.tiling.col)[:ROWS] for c in range(k.cols)]
+
+    def qk(self, q: Any, keys: Any, ring: Any, between: Any, k: Any) -> Any:
         t = k.tiling
         scores = jnp.zeros((ROWS, t.block_kv), jnp.float32)
         for c in range(k.cols):
-            left = q[slot, wg, c].reshape(t.alloc_rows, t.col)[:ROWS]
             right = keys[ring, :, pl.ds(c * t.col, t.col)]
-            scores += jnp.dot(left.astype(jnp.float32), right.astype(jnp.float32).T)
+            scores += jnp.dot(q[c].astype(jnp.float32), right.astype(jnp.float32).T)
         between()
         return scores
 
