@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -36,10 +37,15 @@ def attend(request: AttentionRequest, operands: AttentionOperands, implementatio
       ValueError: the name is unknown.
       NotImplementedError: the named implementation, or every one, lacks what the request asks for.
     """
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        known = ", ".join(repr(name) for name in IMPLEMENTATIONS)
+        raise ValueError(f"implementation: got {implementation!r}, expected None or one of {known}")
+    return _attend(request, implementation, operands)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # so that equal calls outside of jit compile once
+def _attend(request: AttentionRequest, implementation: str | None, operands: AttentionOperands) -> Result:
     if implementation is not None:
-        if implementation not in IMPLEMENTATIONS:
-            known = ", ".join(repr(name) for name in IMPLEMENTATIONS)
-            raise ValueError(f"implementation: got {implementation!r}, expected None or one of {known}")
         chosen = IMPLEMENTATIONS[implementation]
         if reasons := chosen.why_not(request):
             raise NotImplementedError(f"implementation {implementation!r} cannot run this call: {'; '.join(reasons)}")

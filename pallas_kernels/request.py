@@ -6,12 +6,14 @@ Vocabulary: T query tokens, S sequences, H query heads, KVH KV heads, D head_dim
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+
+from pallas_kernels.masks import FAR
 
 Layout = Literal["NHD", "HND"]
 ScaleKind = Literal["none", "scalar", "head", "token"]
@@ -237,7 +239,8 @@ def _query_shape(q: Array) -> tuple[int, int, int]:
     expect(q.ndim == 3, "q", describe(q), "[T, H, D]")
     expect(q.dtype.name in QUERY_DTYPES, "q", describe(q), f"a dtype of {', '.join(QUERY_DTYPES)}")
     expect(q.shape[1] > 0 and q.shape[2] > 0, "q", describe(q), "at least one head and one element a head")
-    return q.shape
+    num_tokens, num_heads, head_dim = q.shape
+    return num_tokens, num_heads, head_dim
 
 
 def _cache_shape(k_cache: Array, v_cache: Array, layout: str, head_dim: int) -> tuple[int, int, int]:
@@ -248,7 +251,9 @@ def _cache_shape(k_cache: Array, v_cache: Array, layout: str, head_dim: int) -> 
         dtypes = QUERY_DTYPES + QUANTIZED_DTYPES
         expect(cache.dtype.name in dtypes, name, describe(cache), f"a dtype of {', '.join(dtypes)}")
         expect(min(cache.shape) > 0, name, describe(cache), f"no empty axis in {shape}")
-        expect(cache.shape[3] == head_dim, name, describe(cache), f"D = {head_dim}, the head_dim of q, as the last axis")
+        expect(
+            cache.shape[3] == head_dim, name, describe(cache), f"D = {head_dim}, the head_dim of q, as the last axis"
+        )
     expect(v_cache.shape == k_cache.shape, "v_cache", describe(v_cache), f"the shape of k_cache, {describe(k_cache)}")
     expect(v_cache.dtype == k_cache.dtype, "v_cache", describe(v_cache), f"the dtype of k_cache, {k_cache.dtype}")
     pages, a, b, _ = k_cache.shape
@@ -273,22 +278,23 @@ def _causal_array(causal: object, num_seqs: int) -> Array:
     return jnp.broadcast_to(array, (num_seqs,))
 
 
-def _window(window: object) -> tuple[int | None, int | None]:
+def _window(window: Any) -> tuple[int | None, int | None]:
     ok = isinstance(window, tuple | list) and len(window) == 2
-    ok = ok and all(side is None or (_is_int(side) and side >= 0) for side in window)  # type: ignore[attr-defined]
+    ok = ok and all(side is None or (_is_int(side) and side >= 0) for side in window)
     expect(ok, "window", repr(window), "(left, right), each a number of tokens >= 0 or None for unlimited")
-    left, right = window  # type: ignore[misc]
-    return (None if left is None else int(left), None if right is None else int(right))
+    # A side that reaches past every position is unlimited; as a number it would overflow int32 sums.
+    left, right = (None if side is None or side >= FAR else int(side) for side in window)
+    return left, right
 
 
-def _static_float(name: str, value: object, default: float, positive: bool = False) -> float:
+def _static_float(name: str, value: Any, default: float, positive: bool = False) -> float:
     if value is None:
         return default
     ok = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    ok = ok and bool(np.isfinite(value)) and (not positive or value > 0)  # type: ignore[operator, arg-type]
+    ok = ok and bool(np.isfinite(value)) and (not positive or value > 0)
     kind = "a positive" if positive else "a finite"
     expect(ok, name, describe(value), f"{kind} Python number (it is static; fold a traced factor into q)")
-    return float(value)  # type: ignore[arg-type]
+    return float(value)
 
 
 def _per_head(name: str, value: object, num_heads: int) -> Array | None:
