@@ -14,6 +14,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper_pieces import CLEAN_HI, CLEAN_LO, LAST, T0, T1, Described, Kernel, next_of, stage_of
+
 ROWS = 64
 LAYOUT = plgpu.Layout.WGMMA_UPCAST_2X
 
@@ -36,7 +38,9 @@ def wide_scratch(k: Any) -> dict[str, Any]:
     return out
 
 
-def convert_tile(k: Any, scratch: dict[str, Any], name: str, stage: Array, phase: Array, span: tuple[Array, Array]) -> None:
+def convert_tile(
+    k: Any, scratch: dict[str, Any], name: str, stage: Array, phase: Array, span: tuple[Array, Array]
+) -> None:
     """Widen one tile; V rows outside `span` become zero, for 0 x NaN of a stale slot would be NaN."""
     t, request = k.tiling, k.request
     k.steps.wait_full(scratch[f"{name}_full"], stage, phase)
@@ -56,3 +60,36 @@ def convert_tile(k: Any, scratch: dict[str, Any], name: str, stage: Array, phase
     plgpu.commit_smem()
     plgpu.barrier_arrive(scratch[f"{name}16_full"].at[wide])
     plgpu.barrier_arrive(scratch[f"{name}_free"].at[stage])
+
+
+def convert_pieces(k: Kernel, scratch: dict[str, Any]) -> None:
+    """The converting warpgroup's walk through the pieces."""
+    t = k.tiling
+    for name in ("k_free", "v_free"):
+        for i in range(t.stages):
+            plgpu.barrier_arrive(scratch[name].at[i])
+    for i in range(t.q_slots):
+        plgpu.barrier_arrive(scratch["q_free"].at[i])
+
+    def body(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        count, ring, _ = carry
+        slot = count & (t.q_slots - 1)
+        plgpu.barrier_wait(scratch["q_full"].at[slot])
+        fields = Described(scratch["desc"], slot)
+        lo, hi = fields[CLEAN_LO], fields[CLEAN_HI]
+
+        def step(tile: Array, ring: Array) -> Array:
+            span = lo - tile * t.block_kv, hi - tile * t.block_kv
+            for name in ("k", "v"):
+                convert_tile(k, scratch, name, stage_of(ring, t), ring >= t.stages, span)
+            return next_of(ring, t)
+
+        ring = lax.fori_loop(fields[T0], fields[T1], step, ring)
+        more = fields[LAST] == 0
+        plgpu.barrier_arrive(scratch["q_free"].at[slot])
+        return count + 1, ring, more
+
+    lax.while_loop(lambda carry: carry[2], body, (jnp.int32(0), jnp.int32(0), jnp.bool_(True)))
+    for name in ("k16", "v16"):
+        for i in range(scratch[name].shape[0]):
+            plgpu.barrier_wait(scratch[f"{name}_free"].at[i])

@@ -126,7 +126,11 @@ class FewArrivals(Steps):
             for i in range(len(flat) // 4):
                 rank, copy, page, offset = flat[4 * i : 4 * i + 4]
                 rows = utils.ds(_index(offset), chunk)
-                place = (_index(page), rows, _index(head)) if request.layout == "NHD" else (_index(page), _index(head), rows)
+                place = (
+                    (_index(page), rows, _index(head))
+                    if request.layout == "NHD"
+                    else (_index(page), _index(head), rows)
+                )
                 inside = arith.cmpi(arith.CmpIPredicate.slt, _value(rank), _value(used))
                 to = arith.muli(_index(copy), utils.c(chunk // 8, ir.IndexType.get()))
                 ctx.async_copy(

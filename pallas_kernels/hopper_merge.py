@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper_plan as plan
@@ -18,9 +17,11 @@ AHEAD = 8  # parts whose loads are in flight together
 LANES = 32  # merging programs a cut tile
 
 
-def merge(kernel: Any, inputs: dict[str, Array], results: dict[str, Array], interpret: Any) -> tuple[Array, Array | None]:
+def merge(
+    kernel: Any, inputs: dict[str, Array], results: dict[str, Array], interpret: Any
+) -> tuple[Array, Array | None]:
     """Write the rows of cut tiles into `out` (and `lse`), in place."""
-    t, request = kernel.tiling, kernel.request
+    t = kernel.tiling
     operands = {n: results[n] for n in ("cut", "part", "part_max", "part_sum")}
     operands |= {n: inputs[n] for n in ("sinks", "scales") if n in inputs}
     names = tuple(operands)
@@ -63,7 +64,13 @@ def _merge_rows(kernel: Any, refs: dict[str, Any], lanes: int) -> None:
 
 
 def _combine(
-    kernel: Any, refs: dict[str, Any], c: Array, last: Array, row: Array, where: tuple[Array, Array], tile: tuple[Array, Array]
+    kernel: Any,
+    refs: dict[str, Any],
+    c: Array,
+    last: Array,
+    row: Array,
+    where: tuple[Array, Array],
+    tile: tuple[Array, Array],
 ) -> None:
     request = kernel.request
     dim = request.head_dim
@@ -80,32 +87,32 @@ def _combine(
         p = jnp.minimum(i, last)
         slot = jnp.where(p == c, 2 * c + 1, 2 * p)
         m = jnp.where(here, refs["part_max"][slot, row], LOW)
-        l = jnp.where(here, refs["part_sum"][slot, row], 0.0)
-        return m, l, plgpu.load(refs["part"].at[slot, row], layout=layout, optimized=False)
+        den = jnp.where(here, refs["part_sum"][slot, row], 0.0)
+        return m, den, plgpu.load(refs["part"].at[slot, row], layout=layout, optimized=False)
 
     def step(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        m, l, acc = carry
+        m, den, acc = carry
         parts = [load(c + j * AHEAD + i) for i in range(AHEAD)]
         top = m
         for part in parts:
             top = jnp.maximum(top, part[0])
         scale = jnp.exp2(m - top)
-        l, acc = l * scale, acc * wide(scale)
-        for i, (pm, pl_, x) in enumerate(parts):
+        den, acc = den * scale, acc * wide(scale)
+        for i, (pm, part_den, x) in enumerate(parts):
             weight = jnp.where(c + j * AHEAD + i <= last, jnp.exp2(pm - top), 0.0)
-            l, acc = l + pl_ * weight, acc + x * wide(weight)
-        return top, l, acc
+            den, acc = den + part_den * weight, acc + x * wide(weight)
+        return top, den, acc
 
     steps = lax.div(last - c + AHEAD, AHEAD)
     zero = plgpu.layout_cast(jnp.zeros((dim,), jnp.float32), layout)
-    m, l, acc = lax.fori_loop(0, steps, step, (jnp.float32(LOW), jnp.float32(0.0), zero))
+    m, den, acc = lax.fori_loop(0, steps, step, (jnp.float32(LOW), jnp.float32(0.0), zero))
     if request.sinks:
         sink = refs["sinks"][tile[1], row - lax.div(row, kernel.tiling.group) * kernel.tiling.group]
         top = jnp.maximum(m, sink)
         shrink = jnp.exp2(m - top)
-        m, l, acc = top, l * shrink + jnp.exp2(sink - top), acc * wide(shrink)
-    some = l > 0
-    safe = jnp.where(some, l, 1.0)
+        m, den, acc = top, den * shrink + jnp.exp2(sink - top), acc * wide(shrink)
+    some = den > 0
+    safe = jnp.where(some, den, 1.0)
     inverse = 1.0 / safe
     if request.v_scale != "none":
         inverse = inverse * refs["scales"][tile[1], 1]

@@ -1,4 +1,4 @@
-"""This step's keys and values as pages of their own, so that the kernel has one way to load a page.
+"""A step's new keys and values as pages of their own, so that the kernel has one way to load a page.
 
 A sequence's new rows start anywhere in a page, and copies into swizzled tiles must not start off an 8-row boundary. So
 each sequence gets fresh pages from the one on in which its first new key lies: that page's older rows are taken from the

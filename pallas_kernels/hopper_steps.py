@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -71,7 +70,7 @@ class Steps:
         return pl.run_scoped(run, plgpu.ACC((ROWS, t.block_kv), jnp.float32))
 
     def pv(self, acc: Array, p: Array, values: Any, ring: Array, k: Any) -> Array:
-        """acc + p @ values."""
+        """Acc + p @ values."""
         return pl.run_state(lambda ref: plgpu.wgmma(ref, p, values.at[ring]))(plgpu.ACC.init(acc))
 
     def take_ticket(self, refs: Any, scratch: Any, count: Array, t: Any) -> Array:

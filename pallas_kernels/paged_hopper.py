@@ -1,38 +1,34 @@
-"""Paged attention on Hopper (sm90) with Pallas Mosaic GPU: prefill, chunk, verify, draft and decode in one kernel."""
+"""Paged attention on Hopper (sm90) with Pallas Mosaic GPU: prefill, chunk, verify, draft and decode in one kernel.
+
+This module says what the kernel can run, and imports the kernel itself only when it is called.
+"""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax import Array, lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax import Array
 
 from pallas_kernels import hopper_plan as plan
-from pallas_kernels.hopper_merge import merge
-from pallas_kernels.hopper_convert import wide_scratch
-from pallas_kernels.hopper_copies import FewArrivals
-from pallas_kernels.hopper_new_kv import fresh_pages
-from pallas_kernels.hopper_steps import Steps
-from pallas_kernels.paged_hopper_kernel import FIELDS, LOG2E, Kernel
 from pallas_kernels.request import AttentionOperands, AttentionRequest
 
-TABLE_BYTES = 16 * 1024  # a larger plan table stays in device memory
-HALF_MAX = 65504.0  # the largest float16
+EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
 HEAD_DIMS = (64, 96, 128, 192, 256)
 
 
 def why_not(request: AttentionRequest) -> tuple[str, ...]:
-    """What this kernel lacks of a request; empty if it can run it."""
+    """Why this kernel should not run a request: what it lacks, and what no device has confirmed yet; else empty."""
+    return lacks(request) + unproved(request)
+
+
+def lacks(request: AttentionRequest) -> tuple[str, ...]:
+    """What the kernel cannot do."""
     r = request
     reasons = []
     if r.q_dtype.name not in ("bfloat16", "float16"):
         reasons.append(f"q_dtype={r.q_dtype.name}: only bfloat16 and float16 queries")
-    if r.kv_dtype != r.q_dtype and r.kv_dtype.name not in ("float8_e4m3fn", "float8_e5m2"):
-        reasons.append(f"kv_dtype={r.kv_dtype.name}: only float8_e4m3fn, float8_e5m2 or the dtype of q, {r.q_dtype.name}")
+    if r.kv_dtype != r.q_dtype and r.kv_dtype.name not in EIGHT_BITS:
+        reasons.append(f"kv_dtype={r.kv_dtype.name}: only {', '.join(EIGHT_BITS)} or the dtype of q, {r.q_dtype.name}")
     if "token" in (r.k_scale, r.v_scale):
         reasons.append("k_scale, v_scale: no scales for each token and head")
     if r.head_dim not in HEAD_DIMS:
@@ -45,159 +41,27 @@ def why_not(request: AttentionRequest) -> tuple[str, ...]:
         reasons.append("bidirectional_ranges are not supported")
     if r.tree_size:
         reasons.append("tree_mask is not supported")
-    if r.num_tokens == 0:
-        reasons.append("no query tokens")
+    if r.num_tokens == 0 or r.num_seqs == 0:
+        reasons.append(f"nothing to do: {r.num_tokens} query tokens of {r.num_seqs} sequences")
     return tuple(reasons)
 
 
-def attend(
-    request: AttentionRequest,
-    operands: AttentionOperands,
-    *,
-    tiling: plan.Tiling | None = None,
-    steps: Steps | None = None,
-    interpret: Any = None,
-) -> tuple[Array, Array | None]:
-    """Attention by the Hopper kernel.
-
-    Args:
-      request: the static side of the call; `why_not(request)` must be empty.
-      operands: its arrays.
-      tiling: overrides the tile sizes.
-      steps: another form of the steps that the interpreter lacks (tests).
-      interpret: a `plgpu.InterpretGPUParams` to run on a CPU.
-    """
-    if reasons := why_not(request):
-        raise NotImplementedError("; ".join(reasons))
-    tiling = tiling or plan.choose_tiling(request)
-    steps = steps or FewArrivals()
-    kernel = Kernel(request, tiling, steps)
-    table = plan.table(request, operands, tiling)
-    q = operands.q
-    if q.dtype != kernel.compute_dtype:
-        q = jnp.clip(q, -HALF_MAX, HALF_MAX).astype(kernel.compute_dtype)
-    if interpret is not None:  # the interpreter has no out-of-bounds fill
-        q = jnp.pad(q, ((0, tiling.q_tile), (0, 0), (0, 0)))
-    inputs = {
-        "q": q,
-        "k": operands.k_cache,
-        "v": operands.v_cache,
-        "block_table": operands.block_table,
-        "table": table,
-    }
+def unproved(request: AttentionRequest) -> tuple[str, ...]:
+    """What runs in the interpreter and compiles for the chip, but has not been compared on one."""
+    reasons = []
+    if request.quantized:
+        reasons.append(
+            f"kv_dtype={request.kv_dtype.name}: the converting warpgroup has not been checked on a device yet"
+        )
     if request.new_kv:
-        inputs["new_k"], inputs["new_v"] = fresh_pages(request, operands)
-    if request.sinks:
-        inputs["sinks"] = _by_row(operands.sinks * LOG2E, request)
-    if request.alibi:
-        inputs["slopes"] = _by_row(operands.alibi_slopes, request)
-    if not tiling.split:
-        inputs["counter"] = jax.new_ref(jnp.zeros((1,), jnp.int32))  # the queue's next place
-    if (request.k_scale, request.v_scale) != ("none", "none"):
-        ones = jnp.ones((request.num_kv_heads,), jnp.float32)
-        pair = [ones if x is None else ones * x for x in (operands.k_scale, operands.v_scale)]
-        inputs["scales"] = jnp.stack(pair, axis=1)
-    outputs = _outputs(kernel)
-    results = _call(kernel, inputs, outputs, interpret)
-    out, lse = results["out"], results.get("lse")
-    if tiling.split:
-        out, lse = merge(kernel, inputs, results, interpret)
-    if out.dtype != request.q_dtype:
-        out = lax.bitcast_convert_type(out, request.q_dtype)
-    if not request.return_lse:
-        return out, None
-    return out, _gather_lse(request, tiling, table, lse)
+        reasons.append("new_k, new_v: copies from two pools have not been checked on a device yet")
+    return tuple(reasons)
 
 
-def _by_row(x: Array, request: AttentionRequest) -> Array:
-    """[H] -> [KVH, 64]: the value of each row's head; row r of a tile is head r % group."""
-    group = request.group_size
-    x = x.reshape(request.num_kv_heads, group)
-    return jnp.tile(x, (1, -(-plan.ROWS // group)))[:, : plan.ROWS]
+def attend(request: AttentionRequest, operands: AttentionOperands, **options: Any) -> tuple[Array, Array | None]:
+    """Attention by the Hopper kernel; `lacks(request)` must be empty. For `options` see `hopper_call.attend`."""
+    from pallas_kernels import hopper_call  # Mosaic GPU takes most of a second to import
 
-
-def _outputs(kernel: Kernel) -> dict[str, jax.ShapeDtypeStruct]:
-    request, tiling = kernel.request, kernel.tiling
-    rows = tiling.wgs * plan.ROWS
-    shape: tuple[int, ...] = (request.num_tokens, request.num_heads, request.head_dim)
-    out = {"out": jax.ShapeDtypeStruct(shape, kernel.compute_dtype)}
-    if request.return_lse:
-        shape = (plan.max_tiles(request, tiling), request.num_kv_heads, rows)
-        out["lse"] = jax.ShapeDtypeStruct(shape, jnp.float32)
-    if tiling.split:
-        slots = 2 * tiling.programs
-        out["part"] = jax.ShapeDtypeStruct((slots, rows, request.head_dim), jnp.float32)
-        out["part_max"] = jax.ShapeDtypeStruct((slots, rows), jnp.float32)
-        out["part_sum"] = jax.ShapeDtypeStruct((slots, rows), jnp.float32)
-        out["cut"] = jax.ShapeDtypeStruct((tiling.programs, 8), jnp.int32)
-    return out
-
-
-def _scratch(kernel: Kernel) -> dict[str, Any]:
-    request, t = kernel.request, kernel.tiling
-    col = kernel.kv_col
-    tiled = (plgpu.TilingTransform((8, col)), plgpu.SwizzleTransform(col * request.kv_dtype.itemsize))
-    kv = plgpu.SMEM((t.stages, t.block_kv, request.head_dim), request.kv_dtype, transforms=tiled)
-    full = kernel.steps.full_barriers(kernel)
-    free = plgpu.Barrier(num_arrivals=1 if t.convert else t.wgs, num_barriers=t.stages)
-    columns = plan.columns(request)
-    table = {}
-    rows = plan.table_rows(request)
-    if columns * rows * 4 <= TABLE_BYTES:
-        table = {"table": plgpu.SMEM((rows * columns // plan.FOLD, plan.FOLD), jnp.int32), "table_full": plgpu.Barrier()}
-    wide = wide_scratch(kernel) if t.convert else {}
-    return table | wide | {
-        "ticket": plgpu.SMEM((1,), jnp.int32),
-        "q": kernel.steps.q_scratch(t, kernel.cols, kernel.compute_dtype),
-        "k": kv,
-        "v": kv,
-        "desc": plgpu.SMEM((t.q_slots, FIELDS), jnp.int32),
-        "q_full": plgpu.Barrier(num_arrivals=1 + t.wgs * kernel.cols, num_barriers=t.q_slots),
-        "q_free": plgpu.Barrier(num_arrivals=t.wgs + t.convert, num_barriers=t.q_slots),
-        "k_full": full,
-        "v_full": full,
-        "k_free": free,
-        "v_free": free,
-        "turn": plgpu.Barrier(num_arrivals=2),
-        "clean": plgpu.Barrier(num_arrivals=1),
-    }
-
-
-def _call(
-    kernel: Kernel, inputs: dict[str, Array], outputs: dict[str, jax.ShapeDtypeStruct], interpret: Any
-) -> dict[str, Array]:
-    names, out_names = tuple(inputs), tuple(outputs)
-
-    def paged_attention_hopper(*refs: Any, **scratch: Any) -> None:
-        kernel.body(dict(zip(names + out_names, refs, strict=True)), scratch)
-
-    results = plgpu.kernel(
-        paged_attention_hopper,
-        out_type=tuple(outputs.values()),
-        scratch_types=_scratch(kernel),
-        grid=(kernel.tiling.programs,),
-        grid_names=("program",),
-        num_threads=kernel.tiling.warpgroups,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-        interpret=interpret,
-    )(*inputs.values())
-    return dict(zip(out_names, results, strict=True))
-
-
-def _gather_lse(request: AttentionRequest, tiling: plan.Tiling, table: Array, lse: Array) -> Array:
-    """[tiles, KVH, rows] -> [T, H]."""
-    token = jnp.arange(request.num_tokens)
-    table = table.reshape(plan.table_rows(request), -1)
-    starts = table[plan.Q_START, : request.num_seqs + 1]
-    s = jnp.clip(jnp.searchsorted(starts, token, side="right") - 1, 0, request.num_seqs)
-    within = token - starts[s]
-    tile = table[plan.TILES_BEFORE, s] + within // tiling.q_tile
-    within = within % tiling.q_tile
-    row = within // tiling.wg_tokens * plan.ROWS + within % tiling.wg_tokens * tiling.group
-    rows = row[:, None] + jnp.arange(tiling.group)[None]
-    picked = lse[tile[:, None, None], jnp.arange(request.num_kv_heads)[None, :, None], rows[:, None, :]]
-    picked = picked.reshape(request.num_tokens, request.num_heads)
-    return jnp.where((token < starts[request.num_seqs])[:, None], picked, -jnp.inf)
+    if reasons := lacks(request):
+        raise NotImplementedError("; ".join(reasons))
+    return hopper_call.attend(request, operands, **options)
