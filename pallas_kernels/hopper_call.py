@@ -59,7 +59,7 @@ def attend(
     if request.new_kv:
         inputs["new_k"], inputs["new_v"] = fresh_pages(request, operands)
     if request.sinks:
-        inputs["sinks"] = _by_row(operands.sinks * LOG2E, request)
+        inputs["sinks"] = _by_row(operands.sinks, request) * LOG2E
     if request.alibi:
         inputs["slopes"] = _by_row(operands.alibi_slopes, request)
     if not tiling.split:
@@ -80,8 +80,9 @@ def attend(
     return out, _gather_lse(request, tiling, table, lse)
 
 
-def _by_row(x: Array, request: AttentionRequest) -> Array:
+def _by_row(x: Array | None, request: AttentionRequest) -> Array:
     """[H] -> [KVH, 64]: the value of each row's head; row r of a tile is head r % group."""
+    assert x is not None
     group = request.group_size
     x = x.reshape(request.num_kv_heads, group)
     return jnp.tile(x, (1, -(-plan.ROWS // group)))[:, : plan.ROWS]
@@ -165,8 +166,9 @@ def _call(
     return dict(zip(out_names, results, strict=True))
 
 
-def _gather_lse(request: AttentionRequest, tiling: plan.Tiling, table: Array, lse: Array) -> Array:
+def _gather_lse(request: AttentionRequest, tiling: plan.Tiling, table: Array, lse: Array | None) -> Array:
     """[tiles, KVH, rows] -> [T, H]."""
+    assert lse is not None
     token = jnp.arange(request.num_tokens)
     table = table.reshape(plan.table_rows(request), -1)
     starts = table[plan.Q_START, : request.num_seqs + 1]

@@ -53,7 +53,7 @@ def _wait_tile(k: Kernel, scratch: dict[str, Any], name: str, ring: Array) -> Ar
     return stage
 
 
-def _free_tile(k: Kernel, scratch: dict[str, Any], name: str, stage: Array) -> None:
+def _free_tile(k: Kernel, scratch: dict[str, Any], name: str, stage: Array | int) -> None:
     plgpu.barrier_arrive(scratch[f"{name}16_free" if k.request.quantized else f"{name}_free"].at[stage])
 
 

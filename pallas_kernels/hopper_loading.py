@@ -198,7 +198,7 @@ def load_pieces(k: Kernel, refs: dict[str, Any], scratch: dict[str, Any]) -> Non
 
         return count + 1, position, s, deliver(count, fields, s, ring), more
 
-    def whole_step(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+    def whole_step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         count, n, cursors, ring, _ = carry
         fields, s, cursors, _ = whole_piece(k, table, n, cursors)
         n = k.steps.take_ticket(refs, scratch, count, t)

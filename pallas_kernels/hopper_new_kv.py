@@ -42,7 +42,8 @@ def fresh_pages(request: AttentionRequest, operands: AttentionOperands) -> tuple
     cached = jnp.clip(cached, 0, request.num_pages - 1)
     row = jnp.clip(starts[s][:, None] + position - context[s][:, None], 0, request.num_tokens - 1)
 
-    def build(cache: Array, new: Array) -> Array:
+    def build(cache: Array, new: Array | None) -> Array:
+        assert new is not None
         # Only the page in which the new keys begin has old rows: one page a sequence is read from the cache.
         before = cache[cached]
         fresh = new[row]  # [pages, ps, KVH, D]

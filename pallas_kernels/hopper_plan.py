@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -147,7 +149,8 @@ def table(request: AttentionRequest, operands: AttentionOperands, tiling: Tiling
     column = jnp.arange(columns(request))
     real = column < num_seqs
 
-    def of(x: Array, default: int) -> Array:
+    def of(x: Array | None, default: int) -> Array:
+        assert x is not None
         return jnp.where(real, x[jnp.minimum(column, num_seqs - 1)], default)
 
     start = jnp.clip(operands.query_start_loc[jnp.minimum(column, num_seqs)], 0, num_tokens)
@@ -199,10 +202,10 @@ def columns(request: AttentionRequest) -> int:
 class Table:
     """The folded table behind the indices [row, column]."""
 
-    ref: object
+    ref: Any
     columns: int
 
-    def __getitem__(self, at: tuple[int, Array]) -> Array:
+    def __getitem__(self, at: tuple[int, Array | int]) -> Array:
         place = at[0] * self.columns + at[1]
         return self.ref[lax.div(place, jnp.int32(FOLD)), lax.rem(place, jnp.int32(FOLD))]
 
@@ -230,7 +233,7 @@ def share(total: Array, tiling: Tiling) -> Array:
     return jnp.maximum(lax.div(total + (tiling.programs - 1), jnp.int32(tiling.programs)), 2)
 
 
-def find_sequence(before: object, position: Array, num_rows: int) -> Array:
+def find_sequence(before: Callable[[Array], Array], position: Array, num_rows: int) -> Array:
     """The sequence whose part of the line holds `position`: the last s with before(s) <= position."""
 
     def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
