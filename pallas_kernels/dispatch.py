@@ -56,7 +56,7 @@ def _attend(request: AttentionRequest, implementation: str | None, operands: Att
             raise NotImplementedError(f"implementation {implementation!r} cannot run this call: {'; '.join(reasons)}")
         return chosen.attend(request, operands)
     default = first_without_reasons(request, "cpu")
-    platforms = {p: first_without_reasons(request, p) for p in ("cuda", "rocm", "tpu")}
+    platforms = {p: first_without_reasons(request, p, this_chip=True) for p in ("cuda", "rocm", "tpu")}
     special = {p: i for p, i in platforms.items() if i.name != default.name}
     if not special:
         return default.attend(request, operands)
@@ -64,8 +64,13 @@ def _attend(request: AttentionRequest, implementation: str | None, operands: Att
     return jax.lax.platform_dependent(operands, default=lambda ops: default.attend(request, ops), **branches)
 
 
-def first_without_reasons(request: AttentionRequest, platform: str) -> Implementation:
+def first_without_reasons(request: AttentionRequest, platform: str, *, this_chip: bool = False) -> Implementation:
     """The implementation that a call without a named one takes on a platform.
+
+    Args:
+      request: the call.
+      platform: a jax lowering platform.
+      this_chip: leave out what the platform's devices in this process cannot run; without it, no device is asked.
 
     Raises:
       NotImplementedError: none can run the request; the text lists each with its reasons.
@@ -74,7 +79,7 @@ def first_without_reasons(request: AttentionRequest, platform: str) -> Implement
     for candidate in IMPLEMENTATIONS.values():
         if candidate.platforms and platform not in candidate.platforms:
             continue
-        if not candidate.on_this_chip():
+        if this_chip and not candidate.on_this_chip():
             continue
         reasons = candidate.why_not(request)
         if not reasons:

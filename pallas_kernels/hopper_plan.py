@@ -80,10 +80,11 @@ def choose_tiling(request: AttentionRequest) -> Tiling:
     """Tile sizes from static facts alone."""
     group, dim = request.group_size, request.head_dim
     wg_tokens = ROWS // group
-    short = request.max_query_len <= wg_tokens
+    query_len = likely_query_len(request)
+    short = query_len <= wg_tokens
     # Four warpgroups leave each thread too few registers for an output row of more than 128.
     wgs = 1 if short or (request.quantized and dim > 128) else 2
-    if request.max_query_len <= wgs * wg_tokens:  # one tile a sequence
+    if query_len <= wgs * wg_tokens:  # one tile a sequence
         even = fills_rounds(request.num_seqs * request.num_kv_heads)
     else:
         tiles = max(request.num_tokens // (wgs * wg_tokens), 1)
@@ -112,6 +113,13 @@ def choose_tiling(request: AttentionRequest) -> Tiling:
         registers=registers,
         convert=request.quantized,
     )
+
+
+def likely_query_len(request: AttentionRequest) -> int:
+    """The caller's hint; without one (it is then T, which several sequences cannot all have) the mean."""
+    if request.max_query_len < request.num_tokens:
+        return request.max_query_len
+    return -(-request.num_tokens // request.num_seqs)
 
 
 def fills_rounds(tiles: int) -> bool:

@@ -195,7 +195,32 @@ def test_short_tiles_are_spread_through_the_queue():
     assert shorts == [False, False, True] * 3 + [False]
 
 
+def test_a_decode_batch_is_known_without_a_hint():
+    batch = {"query_lens": (1,) * 64, "context_lens": (20,) * 64, "padding_tokens": 0}
+    told, untold = (request_of(**batch, max_query_len=hint) for hint in (1, None))
+    assert hopper_plan.choose_tiling(told) == hopper_plan.choose_tiling(untold)
+    assert hopper_plan.choose_tiling(told).wgs == 1
+
+
 # ---------------------------------------------------------------------------------------------------------- lowering
+
+
+def test_dispatch_takes_it_on_a_hopper_chip_and_nowhere_else(monkeypatch):
+    case = Case("chosen", dtype="bfloat16", head_dim=128)
+    arrays, static = batches.split(build(case))
+    request, operands = make_request(**{n: jnp.asarray(x) for n, x in arrays.items()}, **static)
+
+    def text(platform):
+        call = jax.jit(lambda operands: dispatch.attend(request, operands))
+        return call.trace(operands).lower(lowering_platforms=(platform,)).as_text()
+
+    assert "mosaic_gpu" not in text("cuda")  # there is no such device here
+    chosen = dispatch.IMPLEMENTATIONS["hopper"]._replace(on_this_chip=lambda: True)
+    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", {**dispatch.IMPLEMENTATIONS, "hopper": chosen})
+    dispatch._attend.clear_cache()
+    assert "mosaic_gpu" in text("cuda")
+    assert "mosaic_gpu" not in text("cpu")
+    dispatch._attend.clear_cache()
 
 
 @pytest.mark.parametrize(
