@@ -10,7 +10,8 @@ from typing import NamedTuple
 import jax
 from jax import Array
 
-from pallas_kernels import paged_xla
+from pallas_kernels import paged_hopper, paged_xla
+from pallas_kernels.device_kind import cuda_is_hopper
 from pallas_kernels.request import AttentionOperands, AttentionRequest
 
 Result = tuple[Array, Array | None]  # out [T, H, D] in q's dtype; LSE float32 [T, H], or None where not asked for
@@ -23,10 +24,14 @@ class Implementation(NamedTuple):
     platforms: tuple[str, ...]  # jax lowering platforms on which it may be the first choice; empty: all
     why_not: Callable[[AttentionRequest], tuple[str, ...]]
     attend: Callable[[AttentionRequest, AttentionOperands], Result]
+    on_this_chip: Callable[[], bool] = lambda: True  # of those platforms' devices, whether it may be chosen unasked
 
 
 # In order of preference.
-_ALL = (Implementation("xla", (), paged_xla.why_not, paged_xla.attend),)
+_ALL = (
+    Implementation("hopper", ("cuda",), paged_hopper.why_not, paged_hopper.attend, cuda_is_hopper),
+    Implementation("xla", (), paged_xla.why_not, paged_xla.attend),
+)
 IMPLEMENTATIONS: Mapping[str, Implementation] = MappingProxyType({i.name: i for i in _ALL})
 
 
@@ -51,7 +56,7 @@ def _attend(request: AttentionRequest, implementation: str | None, operands: Att
             raise NotImplementedError(f"implementation {implementation!r} cannot run this call: {'; '.join(reasons)}")
         return chosen.attend(request, operands)
     default = first_without_reasons(request, "cpu")
-    platforms = {p: first_without_reasons(request, p) for p in ("cuda", "rocm", "tpu")}
+    platforms = {p: first_without_reasons(request, p, this_chip=True) for p in ("cuda", "rocm", "tpu")}
     special = {p: i for p, i in platforms.items() if i.name != default.name}
     if not special:
         return default.attend(request, operands)
@@ -59,8 +64,13 @@ def _attend(request: AttentionRequest, implementation: str | None, operands: Att
     return jax.lax.platform_dependent(operands, default=lambda ops: default.attend(request, ops), **branches)
 
 
-def first_without_reasons(request: AttentionRequest, platform: str) -> Implementation:
+def first_without_reasons(request: AttentionRequest, platform: str, *, this_chip: bool = False) -> Implementation:
     """The implementation that a call without a named one takes on a platform.
+
+    Args:
+      request: the call.
+      platform: a jax lowering platform.
+      this_chip: leave out what the platform's devices in this process cannot run; without it, no device is asked.
 
     Raises:
       NotImplementedError: none can run the request; the text lists each with its reasons.
@@ -68,6 +78,8 @@ def first_without_reasons(request: AttentionRequest, platform: str) -> Implement
     refused = []
     for candidate in IMPLEMENTATIONS.values():
         if candidate.platforms and platform not in candidate.platforms:
+            continue
+        if this_chip and not candidate.on_this_chip():
             continue
         reasons = candidate.why_not(request)
         if not reasons:

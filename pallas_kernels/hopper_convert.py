@@ -1,0 +1,95 @@
+"""The converting warpgroup of an 8-bit cache: K and V tiles from fp8 to float16 on their way to the tensor cores.
+
+wgmma takes both operands in one width, so fp8 keys beside 16-bit queries must be widened in shared memory. float16 holds
+every e4m3 and e5m2 value exactly and has a conversion instruction, bfloat16 has none on this chip: queries and P are
+float16 as well. One warpgroup does only this, so that the computing ones meet wide tiles as if they had been loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper_pieces import CLEAN_HI, CLEAN_LO, LAST, T0, T1, Described, Kernel, next_of, stage_of
+
+ROWS = 64
+LAYOUT = plgpu.Layout.WGMMA_UPCAST_2X
+
+
+def wide_stages(head_dim: int) -> dict[str, int]:
+    """Stages of the wide tiles: K is needed early in a tile, V late; the largest heads leave no room for a second K."""
+    return {"k": 2 if head_dim <= 192 else 1, "v": 1}
+
+
+def wide_scratch(k: Any) -> dict[str, Any]:
+    """Buffers and barriers of the wide tiles."""
+    t, request = k.tiling, k.request
+    tiled = (plgpu.TilingTransform((8, t.col)), plgpu.SwizzleTransform(2 * t.col))
+    out: dict[str, Any] = {}
+    for name, stages in wide_stages(request.head_dim).items():
+        shape = (stages, t.block_kv, request.head_dim)
+        out[f"{name}16"] = plgpu.SMEM(shape, k.compute_dtype, transforms=tiled)
+        out[f"{name}16_full"] = plgpu.Barrier(num_arrivals=1, num_barriers=stages)
+        out[f"{name}16_free"] = plgpu.Barrier(num_arrivals=t.wgs, num_barriers=stages)
+    return out
+
+
+def convert_tile(
+    k: Any, scratch: dict[str, Any], name: str, stage: Array, phase: Array, span: tuple[Array, Array]
+) -> None:
+    """Widen one tile; V rows outside `span` become zero, for 0 x NaN of a stale slot would be NaN."""
+    t, request = k.tiling, k.request
+    k.steps.wait_full(scratch[f"{name}_full"], stage, phase)
+    wide = stage if wide_stages(request.head_dim)[name] == t.stages else jnp.int32(0)
+    plgpu.barrier_wait(scratch[f"{name}16_free"].at[wide])
+    step = min(request.head_dim, k.kv_col)
+    for r in range(0, t.block_kv, ROWS):
+        for c in range(0, request.head_dim, step):
+            x = plgpu.load(scratch[name].at[stage, pl.ds(r, ROWS), pl.ds(c, step)], layout=LAYOUT, optimized=False)
+            x = x.astype(k.compute_dtype)
+            if name == "v":
+                row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=LAYOUT) + r
+                x = jnp.where((row >= span[0]) & (row < span[1]), x, jnp.zeros_like(x))
+            for d in range(0, step, t.col):
+                part = lax.slice(x, (0, d), (ROWS, d + t.col))
+                scratch[f"{name}16"].at[wide, pl.ds(r, ROWS), pl.ds(c + d, t.col)][...] = part
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(scratch[f"{name}16_full"].at[wide])
+    plgpu.barrier_arrive(scratch[f"{name}_free"].at[stage])
+
+
+def convert_pieces(k: Kernel, scratch: dict[str, Any]) -> None:
+    """The converting warpgroup's walk through the pieces."""
+    t = k.tiling
+    for name in ("k_free", "v_free"):
+        for i in range(t.stages):
+            plgpu.barrier_arrive(scratch[name].at[i])
+    for i in range(t.q_slots):
+        plgpu.barrier_arrive(scratch["q_free"].at[i])
+
+    def body(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        count, ring, _ = carry
+        slot = count & (t.q_slots - 1)
+        plgpu.barrier_wait(scratch["q_full"].at[slot])
+        fields = Described(scratch["desc"], slot)
+        lo, hi = fields[CLEAN_LO], fields[CLEAN_HI]
+
+        def step(tile: Array, ring: Array) -> Array:
+            span = lo - tile * t.block_kv, hi - tile * t.block_kv
+            for name in ("k", "v"):
+                convert_tile(k, scratch, name, stage_of(ring, t), ring >= t.stages, span)
+            return next_of(ring, t)
+
+        ring = lax.fori_loop(fields[T0], fields[T1], step, ring)
+        more = fields[LAST] == 0
+        plgpu.barrier_arrive(scratch["q_free"].at[slot])
+        return count + 1, ring, more
+
+    lax.while_loop(lambda carry: carry[2], body, (jnp.int32(0), jnp.int32(0), jnp.bool_(True)))
+    for name in ("k16", "v16"):
+        for i in range(scratch[name].shape[0]):
+            plgpu.barrier_wait(scratch[f"{name}_free"].at[i])

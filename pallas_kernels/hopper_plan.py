@@ -1,0 +1,254 @@
+"""The work plan of the Hopper kernel: static tile sizes, one small table in the graph, and scalar arithmetic on it.
+
+A *tile* is `q_tile` consecutive query tokens of one sequence for one KV head; its cost is a number of KV tiles of
+`block_kv` keys. The tokens past the last sequence form a sequence of their own without keys, so that every row of the
+output is written by some tile. Two ways of handing tiles to programs:
+
+* whole: programs take whole tiles from one queue, whoever is free the next, the longest first inside each (sequence, KV
+  head) so that the end is even. Sequences of one tile (decoding) are spread evenly among the others (prefill): the ones
+  need the memory, the others the tensor cores. Results do not depend on the batch.
+* split: all KV tiles of all query tiles are laid on one line, and program c takes the c-th of C equal parts. A tile cut
+  by a boundary is finished by the merge kernel. Every program streams the same number of bytes.
+
+Everything that depends on lengths is either in `table` (one fused XLA kernel) or scalar arithmetic inside the kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.hopper_new_kv import fresh_counts
+from pallas_kernels.masks import key_span
+from pallas_kernels.request import AttentionOperands, AttentionRequest
+
+NUM_PROGRAMS = 132  # multiprocessors of an H100 or H200 (SXM); elsewhere only the balance suffers
+SMEM_BYTES = 227 * 1024  # what one program may have
+ROWS = 64  # rows of a wgmma tile: one warpgroup's share
+
+# Rows of the table, int32 each; one column a sequence, one for the tokens past the last, one for the totals.
+Q_START, Q_LEN, SEQ_LEN, CAUSAL, KV_START, TILES_BEFORE, COST_BEFORE, WIDTH = range(8)
+FRESH_BEFORE = 8  # with new keys beside the cache only
+SHORT_BEFORE = WIDTH  # whole: COST_BEFORE counts the tiles of long sequences, this those of sequences of one tile
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """Static sizes of one compiled kernel."""
+
+    group: int  # query heads a KV head: rows of one token
+    wgs: int  # compute warpgroups
+    block_kv: int
+    stages: int
+    q_slots: int
+    chunk: int  # keys of one TMA copy
+    col: int  # columns of one swizzled tile
+    split: bool
+    programs: int = NUM_PROGRAMS
+    registers: tuple[int, int, int] = (232, 40, 0)  # a thread of a computing, the loading, the converting warpgroup
+    q_in_registers: bool = False  # keep a piece's queries there; otherwise each matmul reads them from shared memory
+    convert: bool = False  # a warpgroup widens an 8-bit cache
+
+    @property
+    def warpgroups(self) -> int:
+        """All of them."""
+        return self.wgs + 1 + self.convert
+
+    @property
+    def wg_tokens(self) -> int:
+        """Query tokens of one warpgroup; row r is head r % group of token r // group."""
+        return ROWS // self.group
+
+    @property
+    def q_tile(self) -> int:
+        """Query tokens of one tile."""
+        return self.wgs * self.wg_tokens
+
+    @property
+    def alloc_rows(self) -> int:
+        """Rows that a warpgroup's query buffer needs so that it holds whole tokens and whole 8-row swizzle atoms."""
+        unit = math.lcm(8, self.group)
+        return -(-ROWS // unit) * unit
+
+
+def choose_tiling(request: AttentionRequest) -> Tiling:
+    """Tile sizes from static facts alone."""
+    group, dim = request.group_size, request.head_dim
+    wg_tokens = ROWS // group
+    query_len = likely_query_len(request)
+    short = query_len <= wg_tokens
+    # Four warpgroups leave each thread too few registers for an output row of more than 128.
+    wgs = 1 if short or (request.quantized and dim > 128) else 2
+    if query_len <= wgs * wg_tokens:  # one tile a sequence
+        even = fills_rounds(request.num_seqs * request.num_kv_heads)
+    else:
+        tiles = max(request.num_tokens // (wgs * wg_tokens), 1)
+        even = tiles * request.num_kv_heads > 4 * NUM_PROGRAMS
+    split = not (request.batch_invariant or even)
+    block_kv = 128 if dim <= 128 else 64
+    col = next(c for c in (64, 32, 16) if dim % c == 0)
+    q_slots = 2 if dim <= 128 and group & (group - 1) == 0 else 1
+    registers = (232, 40, 0)
+    if request.quantized:  # room for K (two stages) and V (one) in 16 bits beside the stages of 8 bits
+        q_slots = 2 if wgs == 1 and q_slots == 2 else 1
+        registers = (208, 40, 56) if wgs == 2 else (240, 40, 152)
+    stage_bytes = 2 * block_kv * dim * 2
+    unit = math.lcm(8, group)
+    q_bytes = wgs * q_slots * (-(-ROWS // unit) * unit) * dim * 2
+    stages = 2 if request.quantized or (SMEM_BYTES - q_bytes - 4096) // stage_bytes < 4 else 3
+    return Tiling(
+        group=group,
+        wgs=wgs,
+        block_kv=block_kv,
+        stages=int(stages),
+        q_slots=q_slots,
+        chunk=math.gcd(request.page_size, block_kv),
+        col=col,
+        split=split,
+        registers=registers,
+        convert=request.quantized,
+    )
+
+
+def likely_query_len(request: AttentionRequest) -> int:
+    """The caller's hint; without one (it is then T, which several sequences cannot all have) the mean."""
+    if request.max_query_len < request.num_tokens:
+        return request.max_query_len
+    return -(-request.num_tokens // request.num_seqs)
+
+
+def fills_rounds(tiles: int) -> bool:
+    """Whether that many equal tiles keep the programs busy to the end, nine parts in ten or more."""
+    rounds = -(-tiles // NUM_PROGRAMS)
+    return tiles >= 0.9 * rounds * NUM_PROGRAMS
+
+
+def max_tiles(request: AttentionRequest, tiling: Tiling) -> int:
+    """An upper bound on the number of query tiles of a KV head."""
+    return -(-request.num_tokens // tiling.q_tile) + request.num_seqs + 1
+
+
+def sequence_span(row: dict[int, Array], tiling: Tiling, window: tuple[int | None, int | None]) -> tuple[Array, Array]:
+    """The [first, end) KV tiles that any query of a sequence may need; never empty in cost, maybe in keys."""
+    first, end = key_span(
+        row[SEQ_LEN] - row[Q_LEN],
+        row[SEQ_LEN] - 1,
+        seq_len=row[SEQ_LEN],
+        causal=row[CAUSAL] != 0,
+        window=window,
+        kv_start=row[KV_START],
+    )
+    first = lax.div(first, jnp.int32(tiling.block_kv))
+    end = lax.div(end + (tiling.block_kv - 1), jnp.int32(tiling.block_kv))
+    return first, jnp.maximum(end, first + 1)
+
+
+def table(request: AttentionRequest, operands: AttentionOperands, tiling: Tiling) -> Array:
+    """int32[8 * columns / 256, 256]: what the kernels need of each sequence, written by two small XLA kernels.
+
+    All of it is elementwise in the column (with gathers) but for the sums, so that XLA makes no more kernels of it.
+    """
+    num_seqs, num_tokens = request.num_seqs, request.num_tokens
+    column = jnp.arange(columns(request))
+    real = column < num_seqs
+
+    def of(x: Array | None, default: int) -> Array:
+        assert x is not None
+        return jnp.where(real, x[jnp.minimum(column, num_seqs - 1)], default)
+
+    start = jnp.clip(operands.query_start_loc[jnp.minimum(column, num_seqs)], 0, num_tokens)
+    end = jnp.clip(operands.query_start_loc[jnp.minimum(column + 1, num_seqs)], 0, num_tokens)
+    end = jnp.where(column == num_seqs, num_tokens, end)
+    q_len = jnp.maximum(end - start, 0)
+    row = {
+        Q_START: start,
+        Q_LEN: q_len,
+        SEQ_LEN: of(operands.seq_lens, 0),
+        CAUSAL: of(operands.causal, False).astype(jnp.int32)
+        if request.causal is None
+        else jnp.full_like(start, int(request.causal)),
+        KV_START: jnp.zeros_like(start) if operands.kv_start is None else of(operands.kv_start, 0),
+    }
+    tiles = lax.div(q_len + (tiling.q_tile - 1), jnp.int32(tiling.q_tile))
+    items = tiles * request.num_kv_heads
+    sums = [tiles]
+    if tiling.split:
+        first, stop = sequence_span(row, tiling, request.window)
+        row[WIDTH] = stop - first
+        sums.append(items * row[WIDTH])
+    else:
+        sums += [jnp.where(tiles > 1, items, 0), jnp.where(tiles == 1, items, 0)]
+    names = [TILES_BEFORE, COST_BEFORE] if tiling.split else [TILES_BEFORE, COST_BEFORE, SHORT_BEFORE]
+    if request.new_kv:
+        sums.append(fresh_counts(row[SEQ_LEN], q_len, request.page_size))
+        names.append(FRESH_BEFORE)
+    before = lax.optimization_barrier([_sum_before(x) for x in sums])
+    row |= dict(zip(names, before, strict=True))
+    zero = jnp.zeros_like(start)
+    return jnp.stack([row.get(i, zero) for i in range(table_rows(request))]).reshape(-1, FOLD)
+
+
+def table_rows(request: AttentionRequest) -> int:
+    """Height of the table."""
+    return 16 if request.new_kv else 8
+
+
+FOLD = 256  # the longest row of a bulk copy; the table travels folded to it
+
+
+def columns(request: AttentionRequest) -> int:
+    """Width of the table, so that it folds evenly."""
+    return -(-(request.num_seqs + 2) // 32) * 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """The folded table behind the indices [row, column]."""
+
+    ref: Any
+    columns: int
+
+    def __getitem__(self, at: tuple[int, Array | int]) -> Array:
+        place = at[0] * self.columns + at[1]
+        return self.ref[lax.div(place, jnp.int32(FOLD)), lax.rem(place, jnp.int32(FOLD))]
+
+
+def _sum_before(x: Array) -> Array:
+    """[0, x0, x0 + x1, ...]; for short arrays as one masked reduction, which XLA fuses with what makes x."""
+    n = x.shape[0]
+    if n > 2048:
+        return jnp.cumsum(x, dtype=x.dtype) - x
+    earlier = jnp.arange(n)[None, :] < jnp.arange(n)[:, None]
+    return jnp.where(earlier, x[None, :], 0).sum(1, dtype=x.dtype)
+
+
+def queue(n: Array, long: Array, short: Array) -> tuple[Array, Array]:
+    """Place n of the queue: (whether a short tile, its number among its kind). Shorts come at regular intervals."""
+    every = lax.div(long + short, jnp.maximum(short, 1))
+    every = jnp.where(short == 0, 1 << 30, jnp.maximum(every, 1))
+    passed = lax.div(n + 1, every)
+    is_short = (passed * every == n + 1) & (passed <= short)
+    return is_short, jnp.where(is_short, passed - 1, n - jnp.minimum(passed, short))
+
+
+def share(total: Array, tiling: Tiling) -> Array:
+    """KV tiles of one program's part of the line (split)."""
+    return jnp.maximum(lax.div(total + (tiling.programs - 1), jnp.int32(tiling.programs)), 2)
+
+
+def find_sequence(before: Callable[[Array], Array], position: Array, num_rows: int) -> Array:
+    """The sequence whose part of the line holds `position`: the last s with before(s) <= position."""
+
+    def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = lax.shift_right_logical(low + high, jnp.int32(1))
+        right = before(middle) <= position
+        return jnp.where(right, middle, low), jnp.where(right, high, middle)
+
+    steps = max(num_rows - 1, 1).bit_length()
+    return lax.fori_loop(0, steps, halve, (jnp.int32(0), jnp.int32(num_rows)))[0]

@@ -1,0 +1,67 @@
+"""Paged attention on Hopper (sm90) with Pallas Mosaic GPU: prefill, chunk, verify, draft and decode in one kernel.
+
+This module says what the kernel can run, and imports the kernel itself only when it is called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax import Array
+
+from pallas_kernels import hopper_plan as plan
+from pallas_kernels.request import AttentionOperands, AttentionRequest
+
+EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
+HEAD_DIMS = (64, 96, 128, 192, 256)
+
+
+def why_not(request: AttentionRequest) -> tuple[str, ...]:
+    """Why this kernel should not run a request: what it lacks, and what no device has confirmed yet; else empty."""
+    return lacks(request) + unproved(request)
+
+
+def lacks(request: AttentionRequest) -> tuple[str, ...]:
+    """What the kernel cannot do."""
+    r = request
+    reasons = []
+    if r.q_dtype.name not in ("bfloat16", "float16"):
+        reasons.append(f"q_dtype={r.q_dtype.name}: only bfloat16 and float16 queries")
+    if r.kv_dtype != r.q_dtype and r.kv_dtype.name not in EIGHT_BITS:
+        reasons.append(f"kv_dtype={r.kv_dtype.name}: only {', '.join(EIGHT_BITS)} or the dtype of q, {r.q_dtype.name}")
+    if "token" in (r.k_scale, r.v_scale):
+        reasons.append("k_scale, v_scale: no scales for each token and head")
+    if r.head_dim not in HEAD_DIMS:
+        reasons.append(f"head_dim={r.head_dim}: only {', '.join(map(str, HEAD_DIMS))}")
+    if r.page_size % 8:
+        reasons.append(f"page_size={r.page_size}: only multiples of 8, the rows of a swizzled tile")
+    if r.group_size > plan.ROWS:
+        reasons.append(f"{r.group_size} query heads a KV head: at most {plan.ROWS}")
+    if r.num_ranges:
+        reasons.append("bidirectional_ranges are not supported")
+    if r.tree_size:
+        reasons.append("tree_mask is not supported")
+    if r.num_tokens == 0 or r.num_seqs == 0:
+        reasons.append(f"nothing to do: {r.num_tokens} query tokens of {r.num_seqs} sequences")
+    return tuple(reasons)
+
+
+def unproved(request: AttentionRequest) -> tuple[str, ...]:
+    """What runs in the interpreter and compiles for the chip, but has not been compared on one."""
+    reasons = []
+    if request.quantized:
+        reasons.append(
+            f"kv_dtype={request.kv_dtype.name}: the converting warpgroup has not been checked on a device yet"
+        )
+    if request.new_kv:
+        reasons.append("new_k, new_v: copies from two pools have not been checked on a device yet")
+    return tuple(reasons)
+
+
+def attend(request: AttentionRequest, operands: AttentionOperands, **options: Any) -> tuple[Array, Array | None]:
+    """Attention by the Hopper kernel; `lacks(request)` must be empty. For `options` see `hopper_call.attend`."""
+    from pallas_kernels import hopper_call  # Mosaic GPU takes most of a second to import
+
+    if reasons := lacks(request):
+        raise NotImplementedError("; ".join(reasons))
+    return hopper_call.attend(request, operands, **options)
