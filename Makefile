@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CANDIDATES := python3.12 python3.13 python3.14 python3 python $(wildcard $(HOME)/.pyenv/versions/3.*/bin/python)
 USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint codegen clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1	/'
@@ -22,6 +22,9 @@ lint: $(VENV)/.package ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+codegen: $(VENV)/.package ## the Hopper kernel as machine code, without a GPU; needs jax-cuda13-plugin, jax-cuda13-pjrt and ptxas
+	$(BIN)/python -m bench.hopper_codegen --strict
 
 clean: ## remove the virtual environment and all caches
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -19,7 +19,7 @@ from pallas_kernels.hopper_steps import Steps
 from pallas_kernels.paged_hopper_kernel import run_warpgroups
 from pallas_kernels.request import AttentionOperands, AttentionRequest
 
-TABLE_BYTES = 16 * 1024  # a larger plan table stays in device memory
+TABLE_BYTES = 15 * 1024  # a plan table larger than this and the promised KiB stays in device memory
 HALF_MAX = 65504.0  # the largest float16
 
 
@@ -115,7 +115,7 @@ def _scratch(kernel: Kernel) -> dict[str, Any]:
     columns = plan.columns(request)
     table = {}
     rows = plan.table_rows(request)
-    if columns * rows * 4 <= TABLE_BYTES:
+    if columns * rows * 4 <= 1024 + min(TABLE_BYTES, plan.free_bytes(request, t)):
         table = {
             "table": plgpu.SMEM((rows * columns // plan.FOLD, plan.FOLD), jnp.int32),
             "table_full": plgpu.Barrier(),

@@ -29,6 +29,7 @@ from pallas_kernels.request import AttentionOperands, AttentionRequest
 
 NUM_PROGRAMS = 132  # multiprocessors of an H100 or H200 (SXM); elsewhere only the balance suffers
 SMEM_BYTES = 227 * 1024  # what one program may have
+SMALL_BYTES = 10 * 1024  # for barriers, descriptions and the plan table, each at the next KiB
 ROWS = 64  # rows of a wgmma tile: one warpgroup's share
 
 # Rows of the table, int32 each; one column a sequence, one for the tokens past the last, one for the totals.
@@ -84,28 +85,28 @@ def choose_tiling(request: AttentionRequest) -> Tiling:
     short = query_len <= wg_tokens
     # Four warpgroups leave each thread too few registers for an output row of more than 128.
     wgs = 1 if short or (request.quantized and dim > 128) else 2
+    if query_bytes(group, wgs, dim) + kv_bytes(request) > SMEM_BYTES - SMALL_BYTES:
+        wgs = 1
     if query_len <= wgs * wg_tokens:  # one tile a sequence
         even = fills_rounds(request.num_seqs * request.num_kv_heads)
     else:
         tiles = max(request.num_tokens // (wgs * wg_tokens), 1)
         even = tiles * request.num_kv_heads > 4 * NUM_PROGRAMS
     split = not (request.batch_invariant or even)
-    block_kv = 128 if dim <= 128 else 64
+    block_kv = block_of(dim)
     col = next(c for c in (64, 32, 16) if dim % c == 0)
     q_slots = 2 if dim <= 128 and group & (group - 1) == 0 else 1
     registers = (232, 40, 0)
     if request.quantized:  # room for K (two stages) and V (one) in 16 bits beside the stages of 8 bits
         q_slots = 2 if wgs == 1 and q_slots == 2 else 1
         registers = (208, 40, 56) if wgs == 2 else (240, 40, 152)
-    stage_bytes = 2 * block_kv * dim * 2
-    unit = math.lcm(8, group)
-    q_bytes = wgs * q_slots * (-(-ROWS // unit) * unit) * dim * 2
-    stages = 2 if request.quantized or (SMEM_BYTES - q_bytes - 4096) // stage_bytes < 4 else 3
+    room = SMEM_BYTES - SMALL_BYTES - q_slots * query_bytes(group, wgs, dim)
+    stages = 2 if request.quantized or room // (2 * block_kv * dim * 2) < 4 else 3
     return Tiling(
         group=group,
         wgs=wgs,
         block_kv=block_kv,
-        stages=int(stages),
+        stages=stages,
         q_slots=q_slots,
         chunk=math.gcd(request.page_size, block_kv),
         col=col,
@@ -113,6 +114,32 @@ def choose_tiling(request: AttentionRequest) -> Tiling:
         registers=registers,
         convert=request.quantized,
     )
+
+
+def block_of(dim: int) -> int:
+    """Keys of a KV tile."""
+    return 128 if dim <= 128 else 64
+
+
+def query_bytes(group: int, wgs: int, dim: int) -> int:
+    """Shared memory of one slot of query tiles; an odd number of heads a group needs spare rows."""
+    unit = math.lcm(8, group)
+    return wgs * (-(-ROWS // unit) * unit) * dim * 2
+
+
+def kv_bytes(request: AttentionRequest) -> int:
+    """Shared memory of two stages of K and V; of an 8-bit cache with its wide tiles."""
+    tile = block_of(request.head_dim) * request.head_dim
+    if not request.quantized:
+        return 2 * 2 * tile * 2
+    return 2 * 2 * tile + (3 if request.head_dim <= 192 else 2) * tile * 2
+
+
+def free_bytes(request: AttentionRequest, t: Tiling) -> int:
+    """Shared memory that the large buffers leave, beside what small ones are promised."""
+    stages = 2 if request.quantized else t.stages
+    queries = t.q_slots * query_bytes(t.group, t.wgs, request.head_dim)
+    return SMEM_BYTES - SMALL_BYTES - queries - kv_bytes(request) * stages // 2
 
 
 def likely_query_len(request: AttentionRequest) -> int:

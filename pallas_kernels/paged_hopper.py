@@ -37,6 +37,11 @@ def lacks(request: AttentionRequest) -> tuple[str, ...]:
         reasons.append(f"page_size={r.page_size}: only multiples of 8, the rows of a swizzled tile")
     if r.group_size > plan.ROWS:
         reasons.append(f"{r.group_size} query heads a KV head: at most {plan.ROWS}")
+    room = plan.SMEM_BYTES - plan.SMALL_BYTES - plan.kv_bytes(r)
+    if r.group_size <= plan.ROWS and plan.query_bytes(r.group_size, 1, r.head_dim) > room:
+        reasons.append(
+            f"{r.group_size} query heads a KV head of {r.head_dim}: their tile does not fit in shared memory"
+        )
     if r.num_ranges:
         reasons.append("bidirectional_ranges are not supported")
     if r.tree_size:

@@ -214,12 +214,12 @@ def test_dispatch_takes_it_on_a_hopper_chip_and_nowhere_else(monkeypatch):
         call = jax.jit(lambda operands: dispatch.attend(request, operands))
         return call.trace(operands).lower(lowering_platforms=(platform,)).as_text()
 
-    assert "mosaic_gpu" not in text("cuda")  # there is no such device here
-    chosen = dispatch.IMPLEMENTATIONS["hopper"]._replace(on_this_chip=lambda: True)
-    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", {**dispatch.IMPLEMENTATIONS, "hopper": chosen})
-    dispatch._attend.clear_cache()
-    assert "mosaic_gpu" in text("cuda")
-    assert "mosaic_gpu" not in text("cpu")
+    for here in (False, True):
+        chosen = dispatch.IMPLEMENTATIONS["hopper"]._replace(on_this_chip=lambda here=here: here)
+        monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", {**dispatch.IMPLEMENTATIONS, "hopper": chosen})
+        dispatch._attend.clear_cache()
+        assert ("mosaic_gpu" in text("cuda")) == here
+        assert "mosaic_gpu" not in text("cpu")
     dispatch._attend.clear_cache()
 
 

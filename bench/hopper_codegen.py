@@ -1,0 +1,97 @@
+"""The Hopper kernel as sm90 machine code, on a host without a GPU: registers, spills and stack of each kind of call.
+
+    python -m bench.hopper_codegen [--strict]
+
+Needs jax-cuda13-plugin and jax-cuda13-pjrt (not their NVIDIA libraries) and `ptxas` of CUDA 13 on PATH. With --strict the
+exit status is 1 if any kernel of the common kinds spills.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import paged_hopper
+from pallas_kernels.request import make_request
+
+H200 = """gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+ shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+ block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 4800000000000
+ l2_cache_size: 62914560 clock_rate_ghz: 1.98 device_memory_size: 150000000000 shared_memory_per_block_optin: 232448
+ cuda_compute_capability { major: 9 minor: 0 } registers_per_core_limit: 65536 registers_per_block_limit: 65536 }
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 patch: 0 } device_description_str: "NVIDIA H200" """
+
+# name: (tokens, sequences, options); the first four are the common kinds, which must not spill.
+KINDS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "prefill": (16384, 4, {"max_query_len": 4096}),
+    "decode": (64, 64, {"max_query_len": 1}),
+    "decode split": (1, 1, {"max_query_len": 1}),
+    "draft": (64, 4, {"max_query_len": 16, "causal": False}),
+    "window": (4096, 4, {"window": (127, 0)}),
+    "head_dim 64": (4096, 4, {"head_dim": 64}),
+    "head_dim 256": (4096, 4, {"head_dim": 256}),
+    "fp8 prefill": (16384, 4, {"max_query_len": 4096, "kv_dtype": jnp.float8_e4m3fn}),
+    "fp8 decode": (64, 64, {"max_query_len": 1, "kv_dtype": jnp.float8_e4m3fn}),
+}
+COMMON = tuple(KINDS)[:4]
+
+
+def compile_kind(num_tokens: int, num_seqs: int, options: dict[str, Any]) -> None:
+    """Compile one kind of call for an H200; ptxas reports on the way."""
+    from jax.experimental import topologies
+    from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+
+    options = dict(options)
+    dim, kv_dtype = options.pop("head_dim", 128), options.pop("kv_dtype", jnp.bfloat16)
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="1x1x1", topology="1x1x1", target_config=H200
+    )
+    place = SingleDeviceSharding(topology.devices[0])
+    shapes = [((num_tokens, 32, dim), jnp.bfloat16), *[((4096, 16, 8, dim), kv_dtype)] * 2]
+    shapes += [((num_seqs, 512), jnp.int32), ((num_seqs,), jnp.int32), ((num_seqs + 1,), jnp.int32)]
+    args = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in shapes]
+
+    def call(*args: Any) -> Any:
+        return paged_hopper.attend(*make_request(*args, **options))
+
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 1, "cuda"))):
+        jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",)).compile()
+
+
+def main() -> int:
+    """Compile all kinds in a child process and read what ptxas wrote there."""
+    if "--child" in sys.argv:
+        for name, kind in KINDS.items():
+            print(f"kind {name}", flush=True)
+            compile_kind(*kind)
+        return 0
+    environment = os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "bench.hopper_codegen", "--child"]
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    spilled = False
+    kind = kernel = frame = ""
+    for line in done.stdout.splitlines():
+        if line.startswith("kind "):
+            kind = line.removeprefix("kind ")
+        elif found := re.search(r"entry function '(\w+?)_mosaic_gpu", line):
+            kernel = found[1]
+        elif "bytes stack frame" in line:
+            frame = line.strip()
+        elif found := re.search(r"Used (\d+) registers", line):
+            print(f"{kind:14s} {kernel:24s} {found[1]:>4s} registers, {frame}")
+            spilled |= kind in COMMON and " 0 bytes spill stores" not in frame
+    if done.returncode:
+        print(done.stdout[-2000:])
+    return done.returncode or int("--strict" in sys.argv and spilled)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
