@@ -38,8 +38,9 @@ def visible(
     """
     left, right = window
     distance = jnp.asarray(k_pos) - q_pos
-    ok = None
-    if causal is not False:
+    if causal is False:
+        ok = None
+    else:
         ok = distance <= 0 if causal is True else (distance <= 0) | ~jnp.asarray(causal)
     if tree is not None:
         square_start, bit = tree
@@ -100,7 +101,36 @@ def key_span(
     return jnp.maximum(first, 0), jnp.minimum(end, seq_len)
 
 
+def common_span(
+    q_first: ArrayLike,
+    q_last: ArrayLike,
+    *,
+    seq_len: ArrayLike,
+    causal: bool | ArrayLike,
+    window: tuple[int | None, int | None] = (None, None),
+    kv_start: ArrayLike | None = None,
+) -> tuple[Array, Array]:
+    """The largest [first, end) whose keys every query in [q_first, q_last] sees; empty where end <= first.
+
+    Key tiles inside it need no mask. Arguments as in `key_span`.
+    """
+    left, right = window
+    q_first, q_last = jnp.asarray(q_first), jnp.asarray(q_last)
+    first = jnp.zeros_like(q_last) if left is None else q_last - left
+    reach = q_first + FAR if causal is False else jnp.where(causal, q_first, q_first + FAR)
+    if right is not None:
+        reach = jnp.minimum(reach, q_first + right)
+    first = jnp.maximum(first, 0 if kv_start is None else kv_start)
+    return jnp.maximum(first, 0), jnp.minimum(reach + 1, seq_len)
+
+
 def in_same_range(q_pos: Array, k_pos: Array, begin: Array, end: Array) -> Array:
-    """True where some range [begin[r], end[r]) holds both positions; r is the last axis."""
+    """True where some range [begin[r], end[r]) holds both positions; `q_pos` and `k_pos` broadcast, r is the last axis."""
     q, k = q_pos[..., None], k_pos[..., None]
-    return ((q >= begin) & (q < end) & (k >= begin) & (k < end)).any(-1)
+    return in_range(q, k, begin, end).any(-1)
+
+
+def in_range(q_pos: ArrayLike, k_pos: ArrayLike, begin: ArrayLike, end: ArrayLike) -> Array:
+    """True where the range [begin, end) holds both positions; elementwise."""
+    q, k = jnp.asarray(q_pos), jnp.asarray(k_pos)
+    return (q >= begin) & (q < end) & (k >= begin) & (k < end)
