@@ -68,7 +68,13 @@ def check_lengths(request: AttentionRequest, operands: AttentionOperands, hint: 
     longest = request.num_tokens if hint is None else hint
     rules = (
         (loc[0] == 0, "query_start_loc", "its first entry is {0}", "0", (loc[0],)),
-        ((query >= 0).all(), "query_start_loc", "a step of {0}", "entries that never decrease", (query.min(),)),
+        (
+            (query >= 0).all(),
+            "query_start_loc",
+            "{0} followed by {1}",
+            "entries that never decrease",
+            (loc[query.argmin()], loc[query.argmin() + 1]),
+        ),
         (
             loc[-1] <= request.num_tokens,
             "query_start_loc",
@@ -80,14 +86,14 @@ def check_lengths(request: AttentionRequest, operands: AttentionOperands, hint: 
         (
             ((query <= 0) | (lens >= query)).all(),
             "seq_lens",
-            "a length that is {0} shorter than its query length",
+            "a length of {0} for a query length of {1}",
             "seq_len >= query_len: it includes this step's queries",
-            ((query - lens).max(),),
+            (lens[(query - lens).argmax()], query[(query - lens).argmax()]),
         ),
         (
             (from_pages <= capacity).all(),
             "block_table",
-            f"{request.max_pages} columns of {request.page_size} tokens for {{0}} tokens",
+            f"{request.max_pages} columns x {request.page_size} tokens = {capacity} for {{0}} tokens",
             "a table wide enough for seq_lens",
             (from_pages.max(),),
         ),

@@ -61,8 +61,8 @@ def attend(request: AttentionRequest, operands: AttentionOperands) -> tuple[Arra
         lse = jnp.full((r.num_tokens, r.num_heads), -jnp.inf)
         return jnp.zeros_like(ops.q), lse if r.return_lse else None
     wide, narrow = _tile_rows(r)
-    if r.batch_invariant:  # room for a whole tile after the last row, so that no tile starts early
-        ops = dataclasses.replace(ops, q=jnp.pad(ops.q, ((0, wide), (0, 0), (0, 0))))
+    if wide > r.num_tokens:  # tiles of one size whatever the batch; make room for one
+        ops = dataclasses.replace(ops, q=jnp.pad(ops.q, ((0, wide - r.num_tokens), (0, 0), (0, 0))))
     total = ops.q.shape[0]
     seqs = sequences(ops.query_start_loc, ops.seq_lens, r.num_tokens, r.max_pages * r.page_size, r.new_kv)
     tiles = query_tiles(seqs.query_len, r.num_tokens, wide)
@@ -102,9 +102,8 @@ def _run_tile(
     results: tuple[Array, Array],
 ) -> tuple[Array, Array]:
     """Compute one query tile and write its live rows."""
-    # The slice must lie inside q, so the last tile starts earlier and skips the rows that it does not own.
-    row = jnp.minimum(seqs.start[seq] + offset, ops.q.shape[0] - rows)
-    index = row + jnp.arange(rows) - seqs.start[seq]  # counted within the sequence; may be negative
+    row = seqs.start[seq] + offset
+    index = offset + jnp.arange(rows)  # counted within the sequence
     context_len, query_len = seqs.context_len[seq], seqs.query_len[seq]
     tile = Tile(
         seq=seq,
@@ -112,12 +111,13 @@ def _run_tile(
         context_len=context_len,
         start=seqs.start[seq],
         position=context_len + index,
-        live=(index >= offset) & (index < query_len),
+        live=index < query_len,
         first=context_len + offset,
         last=context_len + jnp.minimum(offset + rows, query_len) - 1,
     )
     shape = (rows, r.num_kv_heads, r.group_size, r.head_dim)
-    q = lax.dynamic_slice_in_dim(ops.q, row, rows).reshape(shape).transpose(1, 2, 0, 3)  # [KVH, G, rows, D]
+    q = ops.q[jnp.minimum(row + jnp.arange(rows), ops.q.shape[0] - 1)]
+    q = q.reshape(shape).transpose(1, 2, 0, 3)  # [KVH, G, rows, D]
 
     state = online_softmax.empty(q.shape[:3], r.head_dim)
     context_end = tile.context_len if r.new_kv else tile.seq_len
@@ -135,9 +135,13 @@ def _run_tile(
 
 
 def _write_rows(into: Array, rows: Array, at: Array, live: Array) -> Array:
-    old = lax.dynamic_slice_in_dim(into, at, rows.shape[0])
-    live = live.reshape(-1, *[1] * (rows.ndim - 1))
-    return lax.dynamic_update_slice_in_dim(into, jnp.where(live, rows, old), at, 0)
+    """Write the live rows at `at` and after; a slice near the end starts earlier, and its rows are moved to fit."""
+    count = rows.shape[0]
+    start = jnp.minimum(at, into.shape[0] - count)
+    source = jnp.arange(count) - (at - start)
+    live = (live[source] & (source >= 0)).reshape(-1, *[1] * (rows.ndim - 1))
+    old = lax.dynamic_slice_in_dim(into, start, count)
+    return lax.dynamic_update_slice_in_dim(into, jnp.where(live, rows[source], old), start, 0)
 
 
 def _page_source(r: AttentionRequest, ops: AttentionOperands, tile: Tile, end: Array, rows: int) -> Source:
