@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 from jax import Array
 
-from pallas_kernels import paged_xla
+from pallas_kernels import paged_triton, paged_xla, tuned
 from pallas_kernels.request import AttentionOperands, AttentionRequest
 
 Result = tuple[Array, Array | None]  # out [T, H, D] in q's dtype; LSE float32 [T, H], or None where not asked for
@@ -22,10 +22,14 @@ class Implementation(NamedTuple):
     platforms: tuple[str, ...]  # jax lowering platforms on which it may be the first choice; empty: all
     why_not: Callable[[AttentionRequest], tuple[str, ...]]
     attend: Callable[[AttentionRequest, AttentionOperands], Result]
+    cuda: Callable[[str | None], bool] = lambda arch: True  # of "cuda", the architectures it is for
 
 
 # In order of preference.
-_ALL = (Implementation("xla", (), paged_xla.why_not, paged_xla.attend),)
+_ALL = (
+    Implementation("triton", ("rocm", "cuda"), paged_triton.why_not, paged_triton.attend, tuned.before_hopper),
+    Implementation("xla", (), paged_xla.why_not, paged_xla.attend),
+)
 IMPLEMENTATIONS: Mapping[str, Implementation] = MappingProxyType({i.name: i for i in _ALL})
 
 
@@ -45,7 +49,7 @@ def attend(request: AttentionRequest, operands: AttentionOperands, implementatio
             raise NotImplementedError(f"implementation {implementation!r} cannot run this call: {'; '.join(reasons)}")
         return chosen.attend(request, operands)
     default = first_without_reasons(request, "cpu")
-    platforms = {p: first_without_reasons(request, p) for p in ("cuda", "rocm", "tpu")}
+    platforms = {p: first_without_reasons(request, p) for p in ("cuda", "rocm", "tpu") if _may_lower(p)}
     special = {p: i for p, i in platforms.items() if i.name != default.name}
     if not special:
         return default.attend(request, operands)
@@ -61,10 +65,23 @@ def first_without_reasons(request: AttentionRequest, platform: str) -> Implement
     """
     refused = []
     for candidate in IMPLEMENTATIONS.values():
-        if candidate.platforms and platform not in candidate.platforms:
+        if not _suits(candidate, platform):
             continue
         reasons = candidate.why_not(request)
         if not reasons:
             return candidate
         refused.append(f"{candidate.name}: {'; '.join(reasons)}")
     raise NotImplementedError(f"no implementation on {platform} can run this call. {' | '.join(refused)}")
+
+
+def _suits(candidate: Implementation, platform: str) -> bool:
+    """Whether it may be the first choice on a platform, and there on the GPU that is present or lowered for."""
+    if candidate.platforms and platform not in candidate.platforms:
+        return False
+    return platform != "cuda" or candidate.cuda(tuned.gpu_arch())
+
+
+def _may_lower(platform: str) -> bool:
+    """Whether this trace can end on a platform: a GPU kernel lowers only where a device, real or abstract, is known."""
+    arch = tuned.gpu_arch() or ""
+    return {"cuda": arch.startswith("sm"), "rocm": arch.startswith("gfx")}.get(platform, True)

@@ -10,10 +10,9 @@ Everything that depends on Pallas Triton is in this file: it is deprecated upstr
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,21 +24,27 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import masks, online_softmax, tuned
 from pallas_kernels.online_softmax import SoftmaxState
 from pallas_kernels.request import AttentionOperands, AttentionRequest
+from pallas_kernels.triton_plan import (
+    END,
+    FIRST,
+    REAL,
+    Geometry,
+    Item,
+    columns,
+    compute_dtype,
+    geometries,
+    item_of,
+    plan,
+    rows_of,
+)
 from pallas_kernels.tuned import Tile
 from pallas_kernels.work_plan import QueryTiles, Sequences, query_tiles, sequences, split_keys, with_padding_rows
 
 MAX_HEAD_DIM = 256
-MAX_HEADS = 64  # query heads a tile; more of one KV head go to several tiles
-MIN_ROWS = 16  # the smallest operand of a matrix instruction
-NARROW_ROWS = 64
 PROGRAMS_A_CORE = 4  # resident narrow programs that hide each other's memory latency
 FIXED_SPLITS = 8  # pieces of a narrow tile's keys under batch_invariant
 MERGE_ROWS, MERGE_PARTS = 4, 8
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
-
-# Columns of the plan, int32 a tile or piece.
-SEQ, ROW, COUNT, POSITION, FIRST, END, WHOLE, WHOLE_END, CONTEXT, CAUSAL, SEQ_LEN, START, REAL = range(13)
-FIELDS = 16
 
 
 def why_not(request: AttentionRequest) -> tuple[str, ...]:
@@ -57,39 +62,6 @@ def why_not(request: AttentionRequest) -> tuple[str, ...]:
     if max(rows, r.num_tokens * r.num_heads) >= 2**31:
         reasons.append(f"{rows} rows of keys, {r.num_tokens * r.num_heads} of queries: each must stay below 2^31")
     return tuple(reasons)
-
-
-@dataclasses.dataclass(frozen=True)
-class Geometry:
-    """The static shape of one kernel's tiles."""
-
-    tile: Tile
-    heads: int  # query heads a tile
-    head_blocks: int  # programs beside each other: KV heads x blocks of their query heads
-
-    @property
-    def tokens(self) -> int:
-        """Queries a tile."""
-        return self.tile.rows // self.heads
-
-
-class Item(NamedTuple):
-    """What one program works on: scalars of its tile, and the vectors that say which rows it has."""
-
-    seq: Array
-    first: Array  # keys [first, end)
-    end: Array
-    whole: Array  # keys [whole, whole_end) are seen by every row
-    whole_end: Array
-    context: Array  # keys before the sequence's queries
-    seq_len: Array
-    start: Array  # row of the sequence's first query
-    causal: bool | Array
-    kv_head: Array
-    q_pos: Array  # int32 [rows]
-    live: Array  # bool [rows]
-    head: Array  # int32 [rows] query head
-    q_row: Array  # int32 [rows] row of q as [T * H, D]
 
 
 def attend(
@@ -129,44 +101,6 @@ def _attend(r: AttentionRequest, ops: AttentionOperands, arch: str | None, inter
     return _wide(r, ops, wide, seqs, tiles, arrays, (out, lse), interpret)
 
 
-def geometries(r: AttentionRequest, arch: str | None) -> tuple[Geometry, Geometry | None]:
-    """The narrow tiles, and the wide ones unless narrow tiles alone serve the batch."""
-    heads = min(r.group_size, MAX_HEADS)
-    blocks = r.num_kv_heads * pl.cdiv(r.group_size, heads)
-    least = max(MIN_ROWS, _power(heads))
-    if r.batch_invariant:  # nothing here may depend on the batch
-        rows = max(least, NARROW_ROWS)
-    else:
-        usual = min(pl.cdiv(r.num_tokens, r.num_seqs), r.max_query_len)
-        rows = min(max(least, _power(usual * heads)), max(least, NARROW_ROWS))
-    tile = tuned.lookup(arch, "triton", "narrow", rows, r) or heuristic(r, arch, rows)
-    narrow = Geometry(tile, heads, blocks)
-    if min(r.max_query_len, r.num_tokens) <= narrow.tokens and not r.batch_invariant:
-        return narrow, None
-    tile = tuned.lookup(arch, "triton", "wide", None, r) or heuristic(r, arch, None)
-    tile = dataclasses.replace(tile, rows=max(tile.rows, least))
-    return narrow, Geometry(tile, heads, blocks)
-
-
-def heuristic(r: AttentionRequest, arch: str | None, rows: int | None) -> Tile:
-    """Tiles for shapes that nobody has measured: such that registers do not spill and LDS stays within 64 KiB."""
-    width = _power(max(r.head_dim, MIN_ROWS)) * _compute_dtype(r).itemsize  # bytes of one row of K
-    amd = arch is not None and arch.startswith("gfx")
-    if rows is None:
-        rows = 128 if width <= 256 else 64
-        return Tile(rows, 64 if width <= 256 else 32, 4, 1 if amd else 2)
-    return Tile(rows, 64 if width <= 256 else 32, 4, 1 if amd else 3)
-
-
-def _power(x: int) -> int:
-    return 1 << (x - 1).bit_length()
-
-
-def _compute_dtype(r: AttentionRequest) -> np.dtype:
-    """Of the matrix products: the wider of both; 8-bit values fit every float type exactly."""
-    return r.q_dtype if r.quantized else np.dtype(jnp.promote_types(r.q_dtype, r.kv_dtype))
-
-
 def _arrays(r: AttentionRequest, ops: AttentionOperands) -> dict[str, Array]:
     """The kernel's inputs by name, flattened to rows so that an address is one product."""
 
@@ -192,46 +126,6 @@ def _arrays(r: AttentionRequest, ops: AttentionOperands) -> dict[str, Array]:
     return {name: x for name, x in arrays.items() if x is not None}
 
 
-def _plan(r: AttentionRequest, ops: AttentionOperands, seqs: Sequences, tiles: QueryTiles, tokens: int) -> Array:
-    """The tiles as rows of the plan, int32 [N, FIELDS]; unused ones have no rows and no keys."""
-    seq, offset = tiles.seq, tiles.offset
-    real = jnp.minimum(seq, r.num_seqs - 1)  # the padding rows' sequences own no table
-    context, query_len, seq_len = seqs.context_len[seq], seqs.query_len[seq], seqs.seq_len[seq]
-    used = jnp.arange(seq.shape[0]) < tiles.num_tiles
-    count = jnp.where(used, jnp.minimum(tokens, query_len - offset), 0)
-    q_first, q_last = context + offset, context + offset + count - 1
-    causal = ops.causal[real] if ops.causal is not None else r.causal
-    kv_start = None if ops.kv_start is None else ops.kv_start[real]
-    options: dict[str, Any] = {"seq_len": seq_len, "causal": causal, "window": r.window, "kv_start": kv_start}
-    ranges = square_start = None
-    if ops.bidirectional_ranges is not None:
-        ranges = (ops.bidirectional_ranges[real, :, 0], ops.bidirectional_ranges[real, :, 1])
-    if r.tree_size:
-        square_start = seq_len - jnp.minimum(query_len, r.tree_size)
-    first, end = masks.key_span(q_first, q_last, **options, ranges=ranges, square_start=square_start)
-    end = jnp.where(used & (end > first), end, 0)
-    whole, whole_end = masks.common_span(q_first, q_last, **options)
-    columns = {
-        SEQ: real,
-        ROW: seqs.start[seq] + offset,
-        COUNT: count,
-        POSITION: q_first,
-        FIRST: jnp.where(end > 0, first, 0),
-        END: end,
-        WHOLE: whole,
-        WHOLE_END: whole_end,
-        CONTEXT: context,
-        CAUSAL: causal,
-        SEQ_LEN: seq_len,
-        START: seqs.start[seq],
-        REAL: seq < r.num_seqs,
-    }
-    blank = jnp.zeros(seq.shape, jnp.int32)
-    return jnp.stack(
-        [jnp.broadcast_to(columns.get(i, blank), seq.shape).astype(jnp.int32) for i in range(FIELDS)], -1
-    )
-
-
 def _call(
     kernel: Callable[..., None],
     grid: tuple[int, ...],
@@ -248,6 +142,7 @@ def _call(
         given, rest = refs[: len(names)], refs[len(names) + len(into) :]
         kernel(dict(zip(names, given, strict=True)), *rest)
 
+    body.__name__ = kernel.__name__  # profilers show it
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     call = pl.pallas_call(
         body,
@@ -282,18 +177,18 @@ def _wide(
     interpret: bool,
 ) -> tuple[Array, Array]:
     """Compute the wide tiles' rows of the results `into`; the other rows stay."""
-    plan = _plan(r, ops, seqs, tiles, g.tokens)
+    items = plan(r, ops, seqs, tiles, g.tokens)
 
-    def kernel(refs: dict[str, Any], out_ref: Any, lse_ref: Any) -> None:  # [T * H, D], [T * H]
+    def paged_wide(refs: dict[str, Any], out_ref: Any, lse_ref: Any) -> None:  # [T * H, D], [T * H]
         # The last tiles of a causal prefill have the most keys: start them first.
-        n = plan.shape[0] - 1 - pl.program_id(0)
-        item = _item(r, g, refs["plan"], n, pl.program_id(1))
+        n = items.shape[0] - 1 - pl.program_id(0)
+        item = item_of(r, g, refs["plan"], n, pl.program_id(1))
         state = _natural(r, _run(r, g, refs, item))
         _write(r, refs, item.head, item.live, refs["plan"][n, REAL], item.q_row, state, out_ref, lse_ref)
 
     flat = (into[0].reshape(-1, r.head_dim), into[1].reshape(-1))
-    grid = (plan.shape[0], g.head_blocks)
-    return _shaped(r, *_call(kernel, grid, arrays | {"plan": plan}, _results(r), g.tile, interpret, flat))
+    grid = (items.shape[0], g.head_blocks)
+    return _shaped(r, *_call(paged_wide, grid, arrays | {"plan": items}, _results(r), g.tile, interpret, flat))
 
 
 def _narrow(
@@ -307,22 +202,22 @@ def _narrow(
     interpret: bool,
 ) -> tuple[Array, Array]:
     """Compute the narrow tiles: pieces of their keys side by side, then one merge of the pieces' softmax states."""
-    plan = _plan(r, ops, seqs, tiles, g.tokens)
+    items = plan(r, ops, seqs, tiles, g.tokens)
     target = pl.cdiv(PROGRAMS_A_CORE * tuned.CORES.get(arch or "", 128), g.head_blocks)
     least = max(1, 256 // g.tile.keys)
     fixed = FIXED_SPLITS if r.batch_invariant else None
-    splits = split_keys(plan[:, FIRST], plan[:, END], g.tile.keys, target, least, fixed)
-    pieces = plan[splits.tile].at[:, FIRST].set(splits.first).at[:, END].set(splits.end)
+    splits = split_keys(items[:, FIRST], items[:, END], g.tile.keys, target, least, fixed)
+    pieces = items[splits.tile].at[:, FIRST].set(splits.first).at[:, END].set(splits.end)
     rows, blocks = g.tile.rows, g.head_blocks
 
-    def compute(refs: dict[str, Any], values_ref: Any, peak_ref: Any, total_ref: Any) -> None:
+    def paged_narrow(refs: dict[str, Any], values_ref: Any, peak_ref: Any, total_ref: Any) -> None:
         n, block = pl.program_id(0), pl.program_id(1)
-        item = _item(r, g, refs["plan"], n, block)
+        item = item_of(r, g, refs["plan"], n, block)
         state = _run(r, g, refs, item)
         row = (n * blocks + block) * rows + jnp.arange(rows)
         pltriton.store(peak_ref.at[row], state.peak)  # [M * blocks * rows]
         pltriton.store(total_ref.at[row], state.total)
-        column, inside = _columns(r)
+        column, inside = columns(r)
         live = item.live[:, None]
         mask = live if inside is None else live & inside
         pltriton.store(values_ref.at[row[:, None], column], state.values, mask=mask)  # [M * blocks * rows, D]
@@ -330,71 +225,31 @@ def _narrow(
     count = pieces.shape[0] * blocks * rows
     vector = jax.ShapeDtypeStruct((count,), jnp.float32)
     shapes = (jax.ShapeDtypeStruct((count, r.head_dim), jnp.float32), vector, vector)
-    parts = _call(compute, (pieces.shape[0], blocks), arrays | {"plan": pieces}, shapes, g.tile, interpret)
+    parts = _call(paged_narrow, (pieces.shape[0], blocks), arrays | {"plan": pieces}, shapes, g.tile, interpret)
 
-    def merge(refs: dict[str, Any], out_ref: Any, lse_ref: Any) -> None:  # [T * H, D], [T * H]
+    def paged_merge(refs: dict[str, Any], out_ref: Any, lse_ref: Any) -> None:  # [T * H, D], [T * H]
         n, block = pl.program_id(0), pl.program_id(1)
         row = pl.program_id(2) * MERGE_ROWS + jnp.arange(MERGE_ROWS)
-        live, head, q_row = _rows(r, g, refs["plan"], n, block, row)
+        live, head, q_row = rows_of(r, g, refs["plan"], n, block, row)
         state = _natural(r, _merge_parts(r, g, refs, n, block, row, live))
         _write(r, refs, head, live, refs["plan"][n, REAL], q_row, state, out_ref, lse_ref)
 
     inputs = dict(zip(("values", "peak", "total"), parts, strict=True))
-    inputs |= {"plan": plan, "before": splits.before, "count": splits.count}
+    inputs |= {"plan": items, "before": splits.before, "count": splits.pieces}
     inputs |= {"sinks": ops.sinks} if ops.sinks is not None else {}
-    grid = (plan.shape[0], blocks, rows // MERGE_ROWS)
-    return _shaped(r, *_call(merge, grid, inputs, _results(r), Tile(0, 0, 4, 1), interpret))
+    grid = (items.shape[0], blocks, rows // MERGE_ROWS)
+    return _shaped(r, *_call(paged_merge, grid, inputs, _results(r), Tile(0, 0, 4, 1), interpret))
 
 
 # Below: inside the kernel.
 
 
-def _rows(
-    r: AttentionRequest, g: Geometry, plan_ref: Any, n: Array, block: Array, row: Array
-) -> tuple[Array, Array, Array]:
-    """Of tile rows: whether each is in use, its query head, and its row of q as [T * H, D]."""
-    per_kv_head = g.head_blocks // r.num_kv_heads
-    token, head_in_block = lax.div(row, np.int32(g.heads)), lax.rem(row, np.int32(g.heads))
-    head_in_group = lax.rem(block, np.int32(per_kv_head)) * g.heads + head_in_block
-    head = lax.div(block, np.int32(per_kv_head)) * r.group_size + head_in_group
-    live = (token < plan_ref[n, COUNT]) & (head_in_group < r.group_size)
-    return live, head, (plan_ref[n, ROW] + token) * r.num_heads + head
-
-
-def _item(r: AttentionRequest, g: Geometry, plan_ref: Any, n: Array, block: Array) -> Item:
-    row = jnp.arange(g.tile.rows)
-    live, head, q_row = _rows(r, g, plan_ref, n, block, row)
-    return Item(
-        seq=plan_ref[n, SEQ],
-        first=plan_ref[n, FIRST],
-        end=plan_ref[n, END],
-        whole=plan_ref[n, WHOLE],
-        whole_end=plan_ref[n, WHOLE_END],
-        context=plan_ref[n, CONTEXT],
-        seq_len=plan_ref[n, SEQ_LEN],
-        start=plan_ref[n, START],
-        causal=r.causal if r.causal is not None else plan_ref[n, CAUSAL] != 0,
-        kv_head=lax.div(block, np.int32(g.head_blocks // r.num_kv_heads)),
-        q_pos=plan_ref[n, POSITION] + lax.div(row, np.int32(g.heads)),
-        live=live,
-        head=head,
-        q_row=q_row,
-    )
-
-
-def _columns(r: AttentionRequest) -> tuple[Array, Array | None]:
-    """Indices [1, width] along D padded to a power of two, and which of them exist (None: all)."""
-    width = _power(max(r.head_dim, MIN_ROWS))
-    column = jnp.arange(width)[None, :]
-    return column, None if width == r.head_dim else column < r.head_dim
-
-
 def _run(r: AttentionRequest, g: Geometry, refs: dict[str, Any], item: Item) -> SoftmaxState:
     """Sweep the item's keys, in the pages and beside them."""
-    column, inside = _columns(r)
+    column, inside = columns(r)
     live = item.live[:, None]
     mask = live if inside is None else live & inside
-    q = pltriton.load(refs["q"].at[item.q_row[:, None], column], mask=mask, other=0).astype(_compute_dtype(r))
+    q = pltriton.load(refs["q"].at[item.q_row[:, None], column], mask=mask, other=0).astype(compute_dtype(r))
     state = online_softmax.empty(item.live.shape, column.shape[1])
     page_end = jnp.minimum(item.end, jnp.maximum(item.context, 0)) if r.new_kv else item.end
     state = _sweep(r, g, refs, item, q, item.first, page_end, False, state)
@@ -484,12 +339,12 @@ def _step(
 
 def _exp(r: AttentionRequest) -> Callable[[Array], Array]:
     # Base 2 is the hardware's; float32 keeps the natural base for the last bits of large logits.
-    return jnp.exp if _compute_dtype(r) == jnp.float32 else jnp.exp2
+    return jnp.exp if compute_dtype(r) == jnp.float32 else jnp.exp2
 
 
 def _logits(r: AttentionRequest, refs: dict[str, Any], item: Item, x: Array, factor: Any, k_pos: Array) -> Array:
     """Scaled, capped and biased logits, times log2(e) where the exponential is of base 2."""
-    unit = 1.0 if _compute_dtype(r) == jnp.float32 else LOG2E
+    unit = 1.0 if compute_dtype(r) == jnp.float32 else LOG2E
     if r.soft_cap is None and not r.alibi:
         return x * (factor * unit)
     x = x * factor
@@ -502,7 +357,7 @@ def _logits(r: AttentionRequest, refs: dict[str, Any], item: Item, x: Array, fac
 
 
 def _tanh(r: AttentionRequest, x: Array) -> Array:
-    if _compute_dtype(r) == jnp.float32:
+    if compute_dtype(r) == jnp.float32:
         return jnp.tanh(x)
     return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2.0 * LOG2E)))  # 1e-7 off, which 16-bit operands cannot show
 
@@ -563,10 +418,10 @@ def _load(ref: Any, mask: Array | None) -> Array:
 
 def _load_rows(r: AttentionRequest, ref: Any, row: Array, exists: Array | None, dtype: str) -> Array:
     """Rows of keys or values in the products' dtype; zeros where they do not exist."""
-    column, mask = _columns(r)
+    column, mask = columns(r)
     if exists is not None:
         mask = exists[:, None] if mask is None else exists[:, None] & mask
-    return _widen(_load(ref.at[row[:, None], column], mask), dtype, _compute_dtype(r))
+    return _widen(_load(ref.at[row[:, None], column], mask), dtype, compute_dtype(r))
 
 
 def _widen(x: Array, dtype: str, to: np.dtype) -> Array:
@@ -593,7 +448,7 @@ def _merge_parts(
     r: AttentionRequest, g: Geometry, refs: dict[str, Any], n: Array, block: Array, row: Array, live: Array
 ) -> SoftmaxState:
     """The softmax states of a tile's pieces as one."""
-    column, inside = _columns(r)
+    column, inside = columns(r)
     before, count = refs["before"][n], refs["count"][n]
 
     def step(i: Array, state: SoftmaxState) -> SoftmaxState:
@@ -613,7 +468,7 @@ def _merge_parts(
 
 
 def _natural(r: AttentionRequest, state: SoftmaxState) -> SoftmaxState:
-    return state if _compute_dtype(r) == jnp.float32 else state._replace(peak=state.peak * LN2)
+    return state if compute_dtype(r) == jnp.float32 else state._replace(peak=state.peak * LN2)
 
 
 def _write(
@@ -631,7 +486,7 @@ def _write(
     sinks = _load(refs["sinks"].at[head], live) if r.sinks else None
     out, lse = online_softmax.finish(state, sinks)
     lse = jnp.where(real != 0, lse, -jnp.inf)  # padding rows have no sink either
-    column, inside = _columns(r)
+    column, inside = columns(r)
     mask = live[:, None] if inside is None else live[:, None] & inside
     pltriton.store(out_ref.at[q_row[:, None], column], out.astype(r.q_dtype), mask=mask)
     pltriton.store(lse_ref.at[q_row], lse, mask=live)

@@ -86,10 +86,12 @@ class KeySplits(NamedTuple):
     first: Array  # int32 [M]
     end: Array  # int32 [M]
     before: Array  # int32 [N] index of each tile's first piece
-    count: Array  # int32 [N] pieces of each tile
+    pieces: Array  # int32 [N] of each tile
 
 
-def split_keys(first: Array, end: Array, block: int, target: int, least: int = 1, fixed: int | None = None) -> KeySplits:
+def split_keys(
+    first: Array, end: Array, block: int, target: int, least: int = 1, fixed: int | None = None
+) -> KeySplits:
     """Cut key ranges [first, end), one a tile, at multiples of `block`, into about `target` pieces of equal size.
 
     Args:
