@@ -166,6 +166,7 @@ def compile_kernel(target: str, text: str, warps: int, stages: int) -> tuple[int
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ttir"
         path.write_text(text)
+        path.write_text(_optimise(path, target))
         options = {"num_warps": warps, "num_stages": stages}
         done = triton.compile(str(path), target=GPUTarget(backend, arch, TARGETS[target][2]), options=options)
         if backend == "hip":
@@ -177,6 +178,31 @@ def compile_kernel(target: str, text: str, warps: int, stages: int) -> tuple[int
             code = done.asm["ptx"]
             registers, spills = _ptxas_report(target, code, Path(folder))
     return registers, spills, done.metadata.shared, len(MATRIX.findall(code))
+
+
+def _optimise(path: Path, target: str) -> str:
+    """Run the passes on Triton IR that XLA runs before the backends (and that `triton.compile` skips for IR files)."""
+    from triton._C.libtriton import ir, passes
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+
+    backend = "hip" if target.startswith("gfx") else "cuda"
+    arch = target if backend == "hip" else int(target[2:])
+    context = ir.context()
+    ir.load_dialects(context)
+    make_backend(GPUTarget(backend, arch, TARGETS[target][2])).load_dialects(context)
+    module = ir.parse_mlir_module(str(path), context)
+    module.context = context
+    pipeline = ir.pass_manager(context)
+    passes.common.add_inliner(pipeline)
+    passes.common.add_canonicalizer(pipeline)
+    passes.ttir.add_combine(pipeline)
+    passes.ttir.add_reorder_broadcast(pipeline)
+    passes.common.add_cse(pipeline)
+    passes.ttir.add_triton_licm(pipeline)
+    passes.common.add_symbol_dce(pipeline)
+    pipeline.run(module, "optimise")
+    return str(module)
 
 
 def _ptxas_report(target: str, ptx: str, folder: Path) -> tuple[int, int]:

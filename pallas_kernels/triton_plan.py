@@ -58,13 +58,18 @@ def geometries(r: AttentionRequest, arch: str | None) -> tuple[Geometry, Geometr
 
 
 def heuristic(r: AttentionRequest, arch: str | None, rows: int | None) -> Tile:
-    """Tiles for shapes that nobody has measured: such that registers do not spill and LDS stays within 64 KiB."""
+    """Tiles for shapes that nobody has measured, by the compilers' reports (docs/codegen.md).
+
+    On AMD two workgroups of four waves fit on a compute unit: up to 256 vector registers and 32 KiB of LDS each, without
+    spills. On NVIDIA eight warps share 128 rows, or their accumulators spill.
+    """
     width = power(max(r.head_dim, MIN_ROWS)) * compute_dtype(r).itemsize  # bytes of one row of K
-    amd = arch is not None and arch.startswith("gfx")
-    if rows is None:
-        rows = 128 if width <= 256 else 64
-        return Tile(rows, 64 if width <= 256 else 32, 4, 1 if amd else 2)
-    return Tile(rows, 64 if width <= 256 else 32, 4, 1 if amd else 3)
+    wide = rows is None
+    if arch is not None and arch.startswith("gfx"):
+        return Tile(rows or (128 if width <= 256 else 64), 32, 4, 2 if width <= 256 else 1)
+    if width <= 256:
+        return Tile(rows or 128, 64, 8 if wide else 4, 3)
+    return Tile(rows or 64, 32, 8 if wide else 4, 2)
 
 
 def power(x: int) -> int:

@@ -149,3 +149,13 @@ def test_refusals_say_why():
         jax.eval_shape(
             functools.partial(jattn.paged_attention, implementation="triton"), q, cache, cache, table, lens, start
         )
+
+
+def test_vmap_over_everything():
+    cases = [Case(name, (1, 6, 9), (30, 4, 0), padding_tokens=0, page_size=16) for name in ("a", "b")]
+    drawn = [build(case) for case in cases]
+    arrays = jax.tree.map(lambda *xs: np.stack(xs), *(batches.split(batch)[0] for batch in drawn))
+    _, static = batches.split(drawn[0])
+    run = jax.vmap(lambda arrays: jattn.paged_attention(**arrays, **static, implementation="triton"))
+    for got, batch in zip(jax.jit(run)(arrays)[0], drawn, strict=True):
+        assert_close(np.asarray(got).astype(np.float64), oracle.attention(**batch)[0], "float32")
