@@ -207,7 +207,9 @@ def _narrow(
     least = max(1, 256 // g.tile.keys)
     fixed = FIXED_SPLITS if r.batch_invariant else None
     splits = split_keys(items[:, FIRST], items[:, END], g.tile.keys, target, least, fixed)
-    pieces = items[splits.tile].at[:, FIRST].set(splits.first).at[:, END].set(splits.end)
+    column = jnp.arange(items.shape[1])  # selects, not updates in place: they fuse into the gather
+    pieces = jnp.where(column == FIRST, splits.first[:, None], items[splits.tile])
+    pieces = jnp.where(column == END, splits.end[:, None], pieces)
     rows, blocks = g.tile.rows, g.head_blocks
 
     def paged_narrow(refs: dict[str, Any], values_ref: Any, peak_ref: Any, total_ref: Any) -> None:
@@ -237,7 +239,7 @@ def _narrow(
     inputs = dict(zip(("values", "peak", "total"), parts, strict=True))
     inputs |= {"plan": items, "before": splits.before, "count": splits.pieces}
     inputs |= {"sinks": ops.sinks} if ops.sinks is not None else {}
-    grid = (items.shape[0], blocks, rows // MERGE_ROWS)
+    grid = (items.shape[0], blocks, pl.cdiv(g.tokens * g.heads, MERGE_ROWS))
     return _shaped(r, *_call(paged_merge, grid, inputs, _results(r), Tile(0, 0, 4, 1), interpret))
 
 

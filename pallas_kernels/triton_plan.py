@@ -29,12 +29,8 @@ class Geometry:
 
     tile: Tile
     heads: int  # query heads a tile
+    tokens: int  # queries a tile
     head_blocks: int  # programs beside each other: KV heads x blocks of their query heads
-
-    @property
-    def tokens(self) -> int:
-        """Queries a tile."""
-        return self.tile.rows // self.heads
 
 
 def geometries(r: AttentionRequest, arch: str | None) -> tuple[Geometry, Geometry | None]:
@@ -47,29 +43,45 @@ def geometries(r: AttentionRequest, arch: str | None) -> tuple[Geometry, Geometr
     else:
         usual = min(-(-r.num_tokens // r.num_seqs), r.max_query_len)
         rows = min(max(least, power(usual * heads)), max(least, NARROW_ROWS))
-    tile = tuned.lookup(arch, "triton", "narrow", rows, r) or heuristic(r, arch, rows)
-    narrow = Geometry(tile, heads, blocks)
+    tokens = rows // heads if r.batch_invariant else min(rows // heads, r.max_query_len)
+    narrow = Geometry(_tile(r, arch, rows), heads, tokens, blocks)
     longest = r.num_tokens if r.batch_invariant else r.max_query_len
     if min(longest, r.num_tokens) <= narrow.tokens:
         return narrow, None
-    tile = tuned.lookup(arch, "triton", "wide", None, r) or heuristic(r, arch, None)
+    tile = _tile(r, arch, None)
     tile = dataclasses.replace(tile, rows=max(tile.rows, least))
-    return narrow, Geometry(tile, heads, blocks)
+    return narrow, Geometry(tile, heads, tile.rows // heads, blocks)
+
+
+def _tile(r: AttentionRequest, arch: str | None, rows: int | None) -> Tile:
+    """The tile of a narrow kernel of so many rows, or of the wide kernel (None)."""
+    if _busy(r):  # measured tiles leave no room for what these hold besides
+        return heuristic(r, arch, rows)
+    return tuned.lookup(arch, "triton", "wide" if rows is None else "narrow", rows, r) or heuristic(r, arch, rows)
+
+
+def _busy(r: AttentionRequest) -> bool:
+    """Whether the body holds more than one sweep over pages: a second one, or masks by element."""
+    return bool(r.new_kv or r.num_ranges or r.tree_size)
 
 
 def heuristic(r: AttentionRequest, arch: str | None, rows: int | None) -> Tile:
     """Tiles for shapes that nobody has measured, by the compilers' reports (docs/codegen.md).
 
     On AMD two workgroups of four waves fit on a compute unit: up to 256 vector registers and 32 KiB of LDS each, without
-    spills. On NVIDIA eight warps share 128 rows, or their accumulators spill.
+    spills. On NVIDIA eight warps share 128 rows, or their accumulators spill; five stages keep two key tiles in flight
+    beside the page ids that they depend on, where shared memory has room (sm86 and sm89 have 99 KiB).
     """
     width = power(max(r.head_dim, MIN_ROWS)) * compute_dtype(r).itemsize  # bytes of one row of K
-    wide = rows is None
     if arch is not None and arch.startswith("gfx"):
         return Tile(rows or (128 if width <= 256 else 64), 32, 4, 2 if width <= 256 else 1)
-    if width <= 256:
-        return Tile(rows or 128, 64, 8 if wide else 4, 3)
-    return Tile(rows or 64, 32, 8 if wide else 4, 2)
+    if width > 256:
+        return Tile(rows or 64, 32, 4 if rows else 8, 2)
+    if rows is not None:
+        return Tile(rows, 32 if _busy(r) else 64, 4, 3)
+    if _busy(r):
+        return Tile(128, 32, 8, 3)
+    return Tile(128, 64, 8, 3 if arch in ("sm86", "sm89") else 5)
 
 
 def power(x: int) -> int:

@@ -52,12 +52,12 @@ def query_tiles(query_len: Array, num_tokens: int, tile: int, most: int | None =
       query_len: int32 [S].
       num_tokens: T, no less than the sum of `query_len`.
       tile: queries a tile.
-      most: N, where the caller knows a bound on the number of tiles; else T // tile + min(S, T), which bounds it for any
+      most: N, where the caller knows a bound on the number of tiles; else min(T, T // tile + S), which bounds it for any
         lengths.
     """
     num_seqs = query_len.shape[0]
     ends = jnp.cumsum(-(-query_len // tile))
-    count = num_tokens // tile + min(num_seqs, num_tokens) if most is None else most
+    count = min(num_tokens, num_tokens // tile + num_seqs) if most is None else most
     index = jnp.arange(count, dtype=jnp.int32)
     seq = jnp.minimum(jnp.searchsorted(ends, index, side="right", method="compare_all"), num_seqs - 1)
     seq = seq.astype(jnp.int32)
