@@ -324,6 +324,7 @@ def _step(
     elif not new and r.k_scale == "token":
         factor = factor * _load(refs["k_scale"].at[row], exists)[None, :]
     logits = _logits(r, refs, item, _dot(q, k, transposed=True), factor, k_pos)
+    some = None
     if masked:
         seen = _seen(r, refs, item, k_pos, begin, end)
         logits = jnp.where(seen, logits, -jnp.inf)
@@ -333,7 +334,8 @@ def _step(
 
     def weigh(p: Array) -> Array:
         if not new and r.v_scale == "token":
-            p = p * _load(refs["v_scale"].at[row], exists)[None, :]
+            scale = _load(refs["v_scale"].at[row], exists)
+            p = p * (scale if some is None else jnp.where(some, scale, 0.0))[None, :]
         return _dot(p.astype(v.dtype), v)
 
     return online_softmax.update(state, logits, weigh, _exp(r))

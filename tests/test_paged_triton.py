@@ -161,8 +161,12 @@ def test_vmap_over_everything():
         assert_close(np.asarray(got).astype(np.float64), oracle.attention(**batch)[0], "float32")
 
 
-def test_a_draft_token_that_no_query_of_a_tree_sees_may_be_nan():
-    batch = batches.draw(np.random.default_rng(2), (6, 4), (40, 9), page_size=16, dtype="bfloat16")
+@pytest.mark.parametrize("scales", [None, "token"])
+def test_a_draft_token_that_no_query_of_a_tree_sees_may_be_nan(scales):
+    kv_dtype = scales and "float8_e4m3fn"
+    batch = batches.draw(
+        np.random.default_rng(2), (6, 4), (40, 9), page_size=16, dtype="bfloat16", kv_dtype=kv_dtype, scales=scales
+    )
     batch["tree_mask"] = np.tril(np.ones((2, 6, 6), bool))
     batch["tree_mask"][:, :, 2] = False  # rejected beforehand, yet amid keys that are seen
     clean = call(batch)
