@@ -32,7 +32,7 @@ TARGETS = {
     "gfx942": ("gfx942", "rocm", 64, 65536),
     "gfx950": ("gfx950", "rocm", 64, 65536),  # it has 160 KiB; two programs a core need less
     "sm80": ("NVIDIA A100-SXM4-80GB", "cuda", 32, 166912),
-    "sm89": ("NVIDIA L40S", "cuda", 32, 101376),
+    "sm89": ("NVIDIA L40", "cuda", 32, 101376),
     "sm90": ("NVIDIA H200", "cuda", 32, 232448),
 }
 MATRIX = re.compile(r"v_(?:s?mfma)_|\b(?:mma\.sync|wgmma\.mma_async)\b")
@@ -250,12 +250,20 @@ def report(target: str, config: Config) -> list[Row]:
 
 
 def _report(work: tuple[str, Config]) -> list[Row]:
-    """`report` for a pool of processes; a refusal is a row."""
+    """`report` for a pool of processes; a refusal or a failure of the compiler is a row."""
     warnings.filterwarnings("ignore", "The Pallas Triton", DeprecationWarning)
+    warnings.filterwarnings("ignore", "TRITON_DEFAULT_FP_FUSION", UserWarning)  # on, as XLA has it
     try:
         return report(*work)
     except NotImplementedError as refusal:
         return [Row(work[0], work[1].name, "-", "-", 0, 0, 0, 0, f"refused: {refusal}")]
+    except Exception as failure:  # the table shall show all that is at fault
+        text = str(failure).strip().splitlines()
+        return [
+            Row(
+                work[0], work[1].name, "-", "-", 0, 0, 0, 0, f"{type(failure).__name__}: {text[0][:80] if text else ''}"
+            )
+        ]
 
 
 def markdown(rows: list[Row]) -> str:
