@@ -10,23 +10,28 @@ from jattn._neighbours import check_neighbours
 
 check_neighbours()
 
+from backends.contract import AttentionConfig  # noqa: E402
 from jattn.attention import attend, paged_attention  # noqa: E402
 from jattn.cache import KVCache, gather_pages, merge_states, write_kv  # noqa: E402
 from jattn.checks import debug_checks  # noqa: E402
 from jattn.metadata import AttentionMetadata  # noqa: E402
 from jattn.page_allocator import OutOfPages, PageAllocator  # noqa: E402
+from jattn.selection import explain, select_backend  # noqa: E402
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionConfig",
     "AttentionMetadata",
     "KVCache",
     "OutOfPages",
     "PageAllocator",
     "attend",
     "debug_checks",
+    "explain",
     "gather_pages",
     "merge_states",
     "paged_attention",
+    "select_backend",
     "write_kv",
 ]

@@ -63,7 +63,7 @@ def check_lengths(request: AttentionRequest, operands: AttentionOperands, hint: 
     needed = (column * request.page_size < from_pages[:, None]) & (
         (column + 1) * request.page_size > xp.reshape(xp.asarray(start), (-1, 1))
     )
-    needed = needed & (query > 0)[:, None] & _unwindowed(request)
+    needed = needed & (query > 0)[:, None] & _reads_all(request)
     bad_page = needed & ((table < 0) | (table >= request.num_pages))
     longest = request.num_tokens if hint is None else hint
     rules = (
@@ -120,6 +120,6 @@ def check_lengths(request: AttentionRequest, operands: AttentionOperands, hint: 
             raise ValueError(text.format(*(int(n) for n in numbers)))
 
 
-def _unwindowed(request: AttentionRequest) -> bool:
-    """Whether every page of the context may be read: with a window, engines free the pages that it has left."""
-    return request.window[0] is None
+def _reads_all(request: AttentionRequest) -> bool:
+    """Whether every page may be read: engines free those that a window has left, and a tree may hide some."""
+    return request.window[0] is None and not request.tree_size

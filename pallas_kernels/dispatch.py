@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -40,16 +41,23 @@ def attend(request: AttentionRequest, operands: AttentionOperands, implementatio
       ValueError: the name is unknown.
       NotImplementedError: the named implementation, or every one, lacks what the request asks for.
     """
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        known = ", ".join(repr(name) for name in IMPLEMENTATIONS)
+        raise ValueError(f"implementation: got {implementation!r}, expected None or one of {known}")
+    return _attend(request, implementation, operands)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # so that equal calls outside of jit compile once
+def _attend(request: AttentionRequest, implementation: str | None, operands: AttentionOperands) -> Result:
     if implementation is not None:
-        if implementation not in IMPLEMENTATIONS:
-            known = ", ".join(repr(name) for name in IMPLEMENTATIONS)
-            raise ValueError(f"implementation: got {implementation!r}, expected None or one of {known}")
         chosen = IMPLEMENTATIONS[implementation]
         if reasons := chosen.why_not(request):
             raise NotImplementedError(f"implementation {implementation!r} cannot run this call: {'; '.join(reasons)}")
         return chosen.attend(request, operands)
     default = first_without_reasons(request, "cpu")
-    platforms = {p: first_without_reasons(request, p) for p in ("cuda", "rocm", "tpu") if _may_lower(p)}
+    arch = tuned.gpu_arch()
+    reachable = [p for p in ("cuda", "rocm", "tpu") if _may_lower(p, arch)]
+    platforms = {p: first_without_reasons(request, p, arch) for p in reachable}
     special = {p: i for p, i in platforms.items() if i.name != default.name}
     if not special:
         return default.attend(request, operands)
@@ -57,15 +65,20 @@ def attend(request: AttentionRequest, operands: AttentionOperands, implementatio
     return jax.lax.platform_dependent(operands, default=lambda ops: default.attend(request, ops), **branches)
 
 
-def first_without_reasons(request: AttentionRequest, platform: str) -> Implementation:
+def first_without_reasons(request: AttentionRequest, platform: str, arch: str | None = None) -> Implementation:
     """The implementation that a call without a named one takes on a platform.
+
+    Args:
+      request: what is asked for.
+      platform: a jax lowering platform.
+      arch: on "cuda" the GPU's architecture, as `tuned.gpu_arch` says it; None is some unknown one.
 
     Raises:
       NotImplementedError: none can run the request; the text lists each with its reasons.
     """
     refused = []
     for candidate in IMPLEMENTATIONS.values():
-        if not _suits(candidate, platform):
+        if not _suits(candidate, platform, arch):
             continue
         reasons = candidate.why_not(request)
         if not reasons:
@@ -74,14 +87,14 @@ def first_without_reasons(request: AttentionRequest, platform: str) -> Implement
     raise NotImplementedError(f"no implementation on {platform} can run this call. {' | '.join(refused)}")
 
 
-def _suits(candidate: Implementation, platform: str) -> bool:
+def _suits(candidate: Implementation, platform: str, arch: str | None) -> bool:
     """Whether it may be the first choice on a platform, and there on the GPU that is present or lowered for."""
     if candidate.platforms and platform not in candidate.platforms:
         return False
-    return platform != "cuda" or candidate.cuda(tuned.gpu_arch())
+    return platform != "cuda" or candidate.cuda(arch)
 
 
-def _may_lower(platform: str) -> bool:
+def _may_lower(platform: str, arch: str | None) -> bool:
     """Whether this trace can end on a platform: a GPU kernel lowers only where a device, real or abstract, is known."""
-    arch = tuned.gpu_arch() or ""
-    return {"cuda": arch.startswith("sm"), "rocm": arch.startswith("gfx")}.get(platform, True)
+    prefix = {"cuda": "sm", "rocm": "gfx"}.get(platform)
+    return prefix is None or (arch or "").startswith(prefix)

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from pallas_kernels.masks import FAR
+
 Layout = Literal["NHD", "HND"]
 ScaleKind = Literal["none", "scalar", "head", "token"]
 
@@ -280,7 +282,8 @@ def _window(window: Any) -> tuple[int | None, int | None]:
     ok = isinstance(window, tuple | list) and len(window) == 2
     ok = ok and all(side is None or (_is_int(side) and side >= 0) for side in window)
     expect(ok, "window", repr(window), "(left, right), each a number of tokens >= 0 or None for unlimited")
-    left, right = (None if side is None else int(side) for side in window)
+    # A side that reaches past every position is unlimited; as a number it would overflow int32 sums.
+    left, right = (None if side is None or side >= FAR else int(side) for side in window)
     return left, right
 
 

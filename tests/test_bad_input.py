@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 
 import jattn
 from tests import batches, oracle
@@ -87,12 +88,17 @@ BAD = {  # case: (changes, what the text has to say)
 }
 
 BAD_VALUES = {  # values of arrays: refused where they are concrete
-    "table_too_narrow": ({"seq_lens": np.array([7, 20, 2], np.int32)}, ["block_table", "20", "16"]),
-    "not_monotonic": ({"query_start_loc": np.array([0, 5, 1, 7], np.int32)}, ["query_start_loc", "5"]),
+    "table_too_narrow": ({"seq_lens": np.array([7, 20, 2], np.int32)}, ["block_table", "16", "20"]),
+    "not_monotonic": (
+        {"query_start_loc": np.array([0, 5, 1, 7], np.int32)},
+        ["query_start_loc", "5", "1", "never decrease"],
+    ),
     "not_from_zero": ({"query_start_loc": np.array([1, 2, 5, 7], np.int32)}, ["query_start_loc", "1", "0"]),
     "past_the_end_of_q": ({"query_start_loc": np.array([0, 1, 5, 8], np.int32)}, ["query_start_loc", "8", "7"]),
     "seq_len_below_query_len": ({"seq_lens": np.array([7, 3, 2], np.int32)}, ["seq_lens", "3", "4"]),
     "negative_seq_len": ({"seq_lens": np.array([7, 9, -2], np.int32)}, ["seq_lens", "-2"]),
+    "no_such_page": ({"block_table": np.full((3, 4), 8, np.int32)}, ["block_table", "6", "[0, 8)"]),
+    "negative_page": ({"block_table": np.full((3, 4), -1, np.int32)}, ["block_table", "6", "[0, 8)"]),
     "hint_too_small": ({"max_query_len": 3}, ["max_query_len", "3", "4"]),
 }
 
@@ -131,13 +137,25 @@ def test_concrete_values_are_checked(name):
 
 
 @pytest.mark.parametrize("name", BAD_VALUES)
-def test_traced_values_give_a_defined_result(name):
-    changes, _ = BAD_VALUES[name]
+def test_traced_values_are_checked_on_request(name):
+    changes, words = BAD_VALUES[name]
     arrays, static = batches.split(good(**changes))
     call = jax.jit(lambda arrays: jattn.paged_attention(**arrays, **static))
-    out = np.asarray(call(arrays))
+    out = np.asarray(call(arrays))  # without checks the result is defined
     assert np.isfinite(out).all()
+    with jattn.debug_checks():
+        error, _ = checkify.checkify(call)(arrays)
+    with pytest.raises(ValueError, match=says(words)):
+        error.throw()
     np.testing.assert_array_equal(np.asarray(call(arrays)), out)
+
+
+def test_checks_of_traced_values_let_good_ones_pass():
+    arrays, static = batches.split(good())
+    with jattn.debug_checks():
+        error, out = checkify.checkify(jax.jit(lambda arrays: jattn.paged_attention(**arrays, **static)))(arrays)
+    error.throw()
+    np.testing.assert_allclose(np.asarray(out), oracle.attention(**good())[0], atol=5e-6)
 
 
 @pytest.mark.parametrize("lengths", [[-5, 9, 2], [7, -(2**31), 2], [2**31 - 1, 9, 2]])
@@ -157,7 +175,8 @@ def test_a_visible_key_on_a_page_that_is_none_reads_nothing_out_of_bounds(page):
     batch = good()
     batch["block_table"] = batch["block_table"].copy()
     batch["block_table"][1, 0] = page
-    out = np.asarray(jattn.paged_attention(**batch))
+    arrays, static = batches.split(batch)
+    out = np.asarray(jax.jit(lambda arrays: jattn.paged_attention(**arrays, **static))(arrays))
     assert np.isfinite(out).all()
     want, _ = oracle.attention(**good())
     np.testing.assert_allclose(out[[0, 5, 6]], want[[0, 5, 6]], atol=5e-6)

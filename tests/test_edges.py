@@ -49,6 +49,9 @@ SPELLINGS = {
     "scale_by_hand": lambda b: b | {"scale": 8**-0.5},
     "window_list": lambda b: b | {"window": [None, None]},
     "window_beyond_all": lambda b: b | {"window": (10**6, 10**6)},
+    "window_int32_max": lambda b: b | {"window": (2**31 - 1, 2**31 - 1)},
+    "window_beyond_int32": lambda b: b | {"causal": True, "window": (2**40, 2**40)},
+    "window_right_0": lambda b: b | {"causal": False, "window": (2**31 - 1, 0)},
     "window_numpy": lambda b: b | {"window": (np.int64(500), None)},
     "right_0": lambda b: b | {"causal": False, "window": (None, 0)},
     "causal_numpy": lambda b: b | {"causal": np.True_},
@@ -71,6 +74,27 @@ def test_other_words_for_the_same_call(spelling):
     batch = batch_of()
     out = np.asarray(jattn.paged_attention(**SPELLINGS[spelling](batch)))
     np.testing.assert_allclose(out, oracle.attention(**batch)[0], atol=5e-6)
+
+
+NONCAUSAL = {
+    "flag": {"causal": False},
+    "flags": {"causal": np.array([False, False])},
+    "window_int32_max": {"causal": False, "window": (2**31 - 1, 2**31 - 1)},
+    "range_over_all": {"bidirectional_ranges": np.array([[[0, 9]], [[0, 21]]], np.int32)},
+    "range_int32": {
+        "bidirectional_ranges": np.full((2, 1, 1), 1, np.int32) * np.array([-(2**31), 2**31 - 1], np.int32)
+    },
+    "range_beats_window": {"window": (0, 0), "bidirectional_ranges": np.array([[[0, 99]], [[-5, 99]]], np.int32)},
+    "full_tree": {"tree_mask": np.ones((2, 3, 3), bool)},
+    "kv_start_int32_min": {"causal": False, "kv_start": np.full(2, -(2**31), np.int32)},
+}
+
+
+@pytest.mark.parametrize("spelling", NONCAUSAL)
+def test_other_words_for_a_noncausal_call(spelling):
+    batch = batch_of()
+    out = np.asarray(jattn.paged_attention(**batch, **NONCAUSAL[spelling]))
+    np.testing.assert_allclose(out, oracle.attention(**batch, causal=False)[0], atol=5e-6)
 
 
 @pytest.mark.parametrize("scale", [0.25, np.float32(0.25), jnp.float32(0.25)], ids=["float", "numpy", "jax"])

@@ -82,7 +82,9 @@ def test_the_right_edge_of_a_noncausal_window_counts_for_every_row_of_a_block():
 # Triton unified kernel: after a first tile without a visible key, logits far below 0 all vanished, and 0/0 was NaN.
 @pytest.mark.parametrize("level", [-1e4, -200.0, -95.0, 95.0, 1e4])
 def test_logits_of_any_level_after_tiles_that_are_hidden(level):
-    batch = batches.draw(np.random.default_rng(5), (40,), (600,), num_heads=1, num_kv_heads=1)
+    # The queries cross key 64, 128, 512 and 1024, at one of which a tile ends: for the later ones all before it is hidden.
+    contexts = (44, 108, 492, 1004)
+    batch = batches.draw(np.random.default_rng(5), (40,) * 4, contexts, num_heads=1, num_kv_heads=1)
     batch["q"] = np.full_like(batch["q"], level / 8)
     batch["k_cache"] = np.ones_like(batch["k_cache"])
     out, lse = jattn.paged_attention(**batch, scale=1.0, window=(9, None), return_lse=True)
@@ -225,8 +227,16 @@ def test_sequences_without_context_or_without_queries_among_others():
 
 
 # vllm#28840: LSE in base 2 merged as base e.
-def test_lse_is_a_natural_logarithm():
+def test_lse_is_a_natural_logarithm_and_merges_parts():
     assert count_keys((1, 1), (0, 99)) == [1, 100]
+    batch = batches.draw(np.random.default_rng(24), (1, 1), (50, 99))
+    whole, lse = check(batch)
+    cut = np.array([20, 100], np.int32)  # nothing is left of the second sequence's second part
+    parts = [batch | {"seq_lens": cut}, batch | {"kv_start": cut}]
+    outs, lses = zip(*(jattn.paged_attention(**part, return_lse=True) for part in parts), strict=True)
+    out, merged_lse = jattn.merge_states(outs, lses)
+    assert_close(np.asarray(out), whole, "float32")
+    assert_lse_close(np.asarray(merged_lse), lse, "float32")
 
 
 # vllm#46659: the flags of mixed sequences, without a window, were all taken from one.
@@ -276,7 +286,7 @@ def test_alibi_with_window_sinks_and_without_causality():
         check(batch | {"alibi_slopes": slopes} | options)
 
 
-# DFlash: three drafts of four tokens at context 5, 8 and 11 over pages of 4 in scattered tables; then their verification.
+# DFlash: three drafts of four tokens at context 5, 8 and 11 over pages of 4 in scattered tables; then verified.
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_worked_draft_and_verify_example(causal):
     rng = np.random.default_rng(21)

@@ -16,6 +16,7 @@ PREFILL = {
     "window": {"window": (1023, None)},
     "soft_cap_sinks": {"soft_cap": 30.0, "sinks": True},
     "fp8": {"kv_dtype": jnp.float8_e4m3fn, "k_scale": True, "v_scale": True},
+    "int8": {"kv_dtype": jnp.int8, "k_scale": True, "v_scale": True},
     "new_kv": {"new_kv": True},
     "hnd": {"layout": "HND"},
     "batch_invariant": {"batch_invariant": True},

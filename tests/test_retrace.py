@@ -58,11 +58,17 @@ def test_no_retrace_when_lengths_tables_flags_and_scales_change(scales):
         assert_close(np.asarray(call(batches.split(batch)[0])), want, "float32")
 
 
-def test_one_request_for_all_lengths_outside_of_jit_too():
+def test_no_recompilation_outside_of_jit_either():
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, _, **__: compiled.append(event) if event.endswith("backend_compile_duration") else None
+    )
     rng = np.random.default_rng(1)
-    for query_lens, context_lens in MIXES:
-        batch = draw(rng, query_lens, context_lens)
+    for mix in MIXES:
+        before = len(compiled)
+        batch = draw(rng, *mix)
         assert_close(np.asarray(jattn.paged_attention(**batch)), oracle.attention(**batch)[0], "float32")
+        assert (len(compiled) > before) == (mix is MIXES[0])
 
 
 def layers_of(rng, count=3):

@@ -1,0 +1,84 @@
+"""A small real model on three prompts at once, checked against a dense forward."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.generate import Completion, Generator, Sampling
+from jattn.models.dense import dense_forward
+from jattn.models.load_any import load
+from jattn.models.loaded import LoadedModel
+from jattn.stream import OrderedPrinter
+
+PROMPTS = (
+    "What is the capital of France?",
+    "Explain in two sentences why the sky is blue.",
+    "A farmer has three fields. In the first he grows wheat, in the second barley, and the third lies fallow this year"
+    " so that the soil can rest. Next year he will move each crop one field on. Which field will lie fallow then, and why"
+    " does he do it?",
+)
+TOLERANCE = 1e-3
+
+
+def run(path: Path | str, max_tokens: int = 64) -> int:
+    """Generate, print the texts as they come, then a table; the exit code.
+
+    Args:
+      path: the model.
+      max_tokens: of each answer.
+
+    Returns:
+      0, or 1 if a logit differs from the dense forward's by more than `TOLERANCE`.
+    """
+    sampling = Sampling(max_tokens)
+    sampling.check()
+    print("Loading the model ...", flush=True)
+    model = load(path)
+    print(f"{model.name}: {model.config.num_layers} layers, float32. Compiling ...\n", flush=True)
+    # A short step, so that the long prompt takes several while the others already decode.
+    generator = Generator(model.params, model.config, num_slots=3, step_tokens=64, max_len=512, keep_logits=True)
+    for prompt in PROMPTS:
+        generator.submit(model.tokenizer.encode_chat([{"role": "user", "content": prompt}]), sampling)
+    printer = OrderedPrinter(model.tokenizer, [f"> {prompt}" for prompt in PROMPTS], sys.stdout)
+    for request, token in generator:
+        printer.push(request, token)
+        if generator.completions[request].finished:
+            printer.finish(request)
+    print("\nComparing with a dense, cache-free forward ...\n", flush=True)
+    worst = [worst_difference(model, completion) for completion in generator.completions]
+    _table(generator, worst)
+    return int(max(worst) > TOLERANCE)
+
+
+def worst_difference(model: LoadedModel, completion: Completion) -> float:
+    """Largest absolute difference between the logits that the text was drawn from and the dense forward's."""
+    tokens = completion.prompt + completion.tokens
+    padded = jnp.asarray(tokens + [0] * (-len(tokens) % 128))  # few shapes, few compilations; causal, so harmless
+    first = len(completion.prompt) - 1  # the row that predicts the first generated token
+    dense = np.asarray(dense_forward(model.params, model.config, padded))[first : first + len(completion.tokens)]
+    return float(np.abs(dense - np.stack(completion.logits)).max())
+
+
+def _table(generator: Generator, worst: list[float]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for column in ("", "prompt 1", "prompt 2", "prompt 3", "all"):
+        table.add_column(column, justify="left" if not column else "right")
+    done, stats = generator.completions, generator.stats
+    prompt, new = [len(c.prompt) for c in done], [len(c.tokens) for c in done]
+    table.add_row("prompt tokens", *map(str, prompt), str(sum(prompt)))
+    table.add_row("new tokens", *map(str, new), str(sum(new)))
+    table.add_row("prefill tokens/s", "", "", "", f"{stats.prefill_rate:.1f}")
+    table.add_row("decode tokens/s", "", "", "", f"{stats.decode_rate:.1f}")
+    table.add_row("pages used at the peak", "", "", "", f"{stats.pages_peak} of {stats.pages}")
+    table.add_row("worst |paged - dense|", *(f"{x:.1e}" for x in worst), f"{max(worst):.1e}")
+    console = Console()
+    console.print(table)
+    verdict = "within" if max(worst) <= TOLERANCE else "NOT within"
+    console.print(f"The logits are {verdict} {TOLERANCE:g} of the dense forward's.")

