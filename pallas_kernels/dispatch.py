@@ -10,8 +10,7 @@ from typing import NamedTuple
 import jax
 from jax import Array
 
-from pallas_kernels import paged_hopper, paged_xla
-from pallas_kernels.device_kind import cuda_is_hopper
+from pallas_kernels import paged_hopper, paged_triton, paged_xla, tuned
 from pallas_kernels.request import AttentionOperands, AttentionRequest
 
 Result = tuple[Array, Array | None]  # out [T, H, D] in q's dtype; LSE float32 [T, H], or None where not asked for
@@ -24,12 +23,13 @@ class Implementation(NamedTuple):
     platforms: tuple[str, ...]  # jax lowering platforms on which it may be the first choice; empty: all
     why_not: Callable[[AttentionRequest], tuple[str, ...]]
     attend: Callable[[AttentionRequest, AttentionOperands], Result]
-    on_this_chip: Callable[[], bool] = lambda: True  # of those platforms' devices, whether it may be chosen unasked
+    cuda: Callable[[str | None], bool] = lambda arch: True  # of "cuda", the architectures it is for
 
 
 # In order of preference.
 _ALL = (
-    Implementation("hopper", ("cuda",), paged_hopper.why_not, paged_hopper.attend, cuda_is_hopper),
+    Implementation("hopper", ("cuda",), paged_hopper.why_not, paged_hopper.attend, tuned.is_hopper),
+    Implementation("triton", ("rocm", "cuda"), paged_triton.why_not, paged_triton.attend, tuned.up_to_hopper),
     Implementation("xla", (), paged_xla.why_not, paged_xla.attend),
 )
 IMPLEMENTATIONS: Mapping[str, Implementation] = MappingProxyType({i.name: i for i in _ALL})
@@ -56,7 +56,9 @@ def _attend(request: AttentionRequest, implementation: str | None, operands: Att
             raise NotImplementedError(f"implementation {implementation!r} cannot run this call: {'; '.join(reasons)}")
         return chosen.attend(request, operands)
     default = first_without_reasons(request, "cpu")
-    platforms = {p: first_without_reasons(request, p, this_chip=True) for p in ("cuda", "rocm", "tpu")}
+    arch = tuned.gpu_arch()
+    reachable = [p for p in ("cuda", "rocm", "tpu") if _may_lower(p, arch)]
+    platforms = {p: first_without_reasons(request, p, arch) for p in reachable}
     special = {p: i for p, i in platforms.items() if i.name != default.name}
     if not special:
         return default.attend(request, operands)
@@ -64,25 +66,36 @@ def _attend(request: AttentionRequest, implementation: str | None, operands: Att
     return jax.lax.platform_dependent(operands, default=lambda ops: default.attend(request, ops), **branches)
 
 
-def first_without_reasons(request: AttentionRequest, platform: str, *, this_chip: bool = False) -> Implementation:
+def first_without_reasons(request: AttentionRequest, platform: str, arch: str | None = None) -> Implementation:
     """The implementation that a call without a named one takes on a platform.
 
     Args:
-      request: the call.
+      request: what is asked for.
       platform: a jax lowering platform.
-      this_chip: leave out what the platform's devices in this process cannot run; without it, no device is asked.
+      arch: on "cuda" the GPU's architecture, as `tuned.gpu_arch` says it; None is some unknown one.
 
     Raises:
       NotImplementedError: none can run the request; the text lists each with its reasons.
     """
     refused = []
     for candidate in IMPLEMENTATIONS.values():
-        if candidate.platforms and platform not in candidate.platforms:
-            continue
-        if this_chip and not candidate.on_this_chip():
+        if not _suits(candidate, platform, arch):
             continue
         reasons = candidate.why_not(request)
         if not reasons:
             return candidate
         refused.append(f"{candidate.name}: {'; '.join(reasons)}")
     raise NotImplementedError(f"no implementation on {platform} can run this call. {' | '.join(refused)}")
+
+
+def _suits(candidate: Implementation, platform: str, arch: str | None) -> bool:
+    """Whether it may be the first choice on a platform, and there on the GPU that is present or lowered for."""
+    if candidate.platforms and platform not in candidate.platforms:
+        return False
+    return platform != "cuda" or candidate.cuda(arch)
+
+
+def _may_lower(platform: str, arch: str | None) -> bool:
+    """Whether this trace can end on a platform: a GPU kernel lowers only where a device, real or abstract, is known."""
+    prefix = {"cuda": "sm", "rocm": "gfx"}.get(platform)
+    return prefix is None or (arch or "").startswith(prefix)

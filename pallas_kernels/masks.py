@@ -38,8 +38,9 @@ def visible(
     """
     left, right = window
     distance = jnp.asarray(k_pos) - q_pos
-    ok = None
-    if causal is not False:
+    if causal is False:
+        ok = None
+    else:
         ok = distance <= 0 if causal is True else (distance <= 0) | ~jnp.asarray(causal)
     if tree is not None:
         square_start, bit = tree
@@ -124,6 +125,12 @@ def common_span(
 
 
 def in_same_range(q_pos: Array, k_pos: Array, begin: Array, end: Array) -> Array:
-    """True where some range [begin[r], end[r]) holds both positions; r is the last axis."""
+    """True where some range [begin[r], end[r]) holds both positions; `q_pos` and `k_pos` broadcast, r is the last axis."""
     q, k = q_pos[..., None], k_pos[..., None]
-    return ((q >= begin) & (q < end) & (k >= begin) & (k < end)).any(-1)
+    return in_range(q, k, begin, end).any(-1)
+
+
+def in_range(q_pos: ArrayLike, k_pos: ArrayLike, begin: ArrayLike, end: ArrayLike) -> Array:
+    """True where the range [begin, end) holds both positions; elementwise."""
+    q, k = jnp.asarray(q_pos), jnp.asarray(k_pos)
+    return (q >= begin) & (q < end) & (k >= begin) & (k < end)

@@ -22,20 +22,36 @@ def empty(rows: tuple[int, ...], head_dim: int) -> SoftmaxState:
     return SoftmaxState(jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.zeros((*rows, head_dim)))
 
 
-def update(state: SoftmaxState, logits: Array, weigh: Callable[[Array], Array]) -> SoftmaxState:
+def update(
+    state: SoftmaxState,
+    logits: Array,
+    weigh: Callable[[Array], Array],
+    exp: Callable[[Array], Array] = jnp.exp,
+) -> SoftmaxState:
     """Take in one tile of keys.
 
     Args:
       state: what the rows have seen.
       logits: float32 [..., rows, keys]; -inf where a key is hidden.
       weigh: maps probabilities [..., rows, keys] to their sum of values [..., rows, D].
+      exp: the exponential in the base that the logits are in; `jnp.exp2` for logits times log2(e), whose peak is then
+        in that unit too.
     """
     peak = jnp.maximum(state.peak, logits.max(-1))
     # -inf - -inf is NaN: rows that have seen nothing measure from 0, where every exponential is 0.
     base = jnp.where(peak == -jnp.inf, 0.0, peak)
-    shrink = jnp.exp(state.peak - base)
-    p = jnp.exp(logits - base[..., None])
+    shrink = exp(state.peak - base)
+    p = exp(logits - base[..., None])
     return SoftmaxState(peak, state.total * shrink + p.sum(-1), state.values * shrink[..., None] + weigh(p))
+
+
+def merge(state: SoftmaxState, parts: SoftmaxState, exp: Callable[[Array], Array] = jnp.exp) -> SoftmaxState:
+    """Take in states of the same rows over other keys, stacked on a leading axis; empty ones are neutral."""
+    peak = jnp.maximum(state.peak, parts.peak.max(0))
+    base = jnp.where(peak == -jnp.inf, 0.0, peak)
+    shrink, weight = exp(state.peak - base), exp(parts.peak - base[None])
+    values = state.values * shrink[..., None] + (parts.values * weight[..., None]).sum(0)
+    return SoftmaxState(peak, state.total * shrink + (parts.total * weight).sum(0), values)
 
 
 def finish(state: SoftmaxState, sinks: Array | None = None) -> tuple[Array, Array]:

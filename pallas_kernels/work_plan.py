@@ -45,11 +45,80 @@ class QueryTiles(NamedTuple):
     num_tiles: Array  # int32 []
 
 
-def query_tiles(query_len: Array, num_tokens: int, tile: int) -> QueryTiles:
-    """Cut every sequence's queries into tiles; N = T // tile + min(S, T) bounds their number for any lengths."""
+def query_tiles(query_len: Array, num_tokens: int, tile: int, most: int | None = None) -> QueryTiles:
+    """Cut every sequence's queries into tiles.
+
+    Args:
+      query_len: int32 [S].
+      num_tokens: T, no less than the sum of `query_len`.
+      tile: queries a tile.
+      most: N, where the caller knows a bound on the number of tiles; else min(T, T // tile + S), which bounds it for any
+        lengths.
+    """
     num_seqs = query_len.shape[0]
     ends = jnp.cumsum(-(-query_len // tile))
-    index = jnp.arange(num_tokens // tile + min(num_seqs, num_tokens), dtype=jnp.int32)
-    seq = jnp.minimum(jnp.searchsorted(ends, index, side="right"), num_seqs - 1).astype(jnp.int32)
+    count = min(num_tokens, num_tokens // tile + num_seqs) if most is None else most
+    index = jnp.arange(count, dtype=jnp.int32)
+    seq = jnp.minimum(jnp.searchsorted(ends, index, side="right", method="compare_all"), num_seqs - 1)
+    seq = seq.astype(jnp.int32)
     before = ends[seq] - -(-query_len[seq] // tile)
     return QueryTiles(seq, (index - before) * tile, ends[-1])
+
+
+def with_padding_rows(seqs: Sequences, num_tokens: int) -> Sequences:
+    """Two more sequences without keys: the rows before the first sequence and those past the last.
+
+    A kernel that takes them as tiles like any other writes every row of its output, so that nothing need be cleared.
+    """
+    first, end = seqs.start[0], (seqs.start + seqs.query_len).max()
+    none = jnp.zeros(1, jnp.int32)
+    return Sequences(
+        jnp.concatenate([seqs.start, none, end[None]]),
+        jnp.concatenate([seqs.query_len, first[None], (num_tokens - end)[None]]),
+        jnp.concatenate([seqs.seq_len, none, none]),
+    )
+
+
+class KeySplits(NamedTuple):
+    """Pieces of the tiles' key ranges, tile by tile; unused pieces have first = end = 0."""
+
+    tile: Array  # int32 [M]
+    first: Array  # int32 [M]
+    end: Array  # int32 [M]
+    before: Array  # int32 [N] index of each tile's first piece
+    pieces: Array  # int32 [N] of each tile
+
+
+def split_keys(
+    first: Array, end: Array, block: int, target: int, least: int = 1, fixed: int | None = None
+) -> KeySplits:
+    """Cut key ranges [first, end), one a tile, at multiples of `block`, into about `target` pieces of equal size.
+
+    Args:
+      first: int32 [N].
+      end: int32 [N].
+      block: keys a block.
+      target: pieces wanted in all; M = N + target bounds their number for any lengths.
+      least: blocks that a piece has at least, unless its tile has fewer.
+      fixed: cut every tile into this many pieces instead, so that the cut hangs on nothing but its own range.
+    """
+    low = first // block
+    blocks = jnp.where(end > first, -(-end // block) - low, 0)
+    if fixed is None:
+        size = jnp.maximum(least, -(-blocks.sum() // target))
+        room = first.shape[0] + target
+    else:
+        size = jnp.maximum(least, -(-blocks // fixed))
+        room = first.shape[0] * fixed
+    size = -(-blocks // jnp.maximum(1, -(-blocks // size)))  # even pieces within a tile
+    count = -(-blocks // jnp.maximum(1, size))
+    ends = jnp.cumsum(count)
+    index = jnp.arange(room, dtype=jnp.int32)
+    tile = jnp.searchsorted(ends, index, side="right", method="compare_all")
+    used = tile < first.shape[0]
+    tile = jnp.minimum(tile, first.shape[0] - 1).astype(jnp.int32)
+    piece = low[tile] + (index - ends[tile] + count[tile]) * size[tile]
+    piece_first = jnp.maximum(piece * block, first[tile])
+    piece_end = jnp.minimum((piece + size[tile]) * block, end[tile])
+    before = ends - count
+    return KeySplits(tile, jnp.where(used, piece_first, 0), jnp.where(used, piece_end, 0), before, count)

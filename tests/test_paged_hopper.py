@@ -205,24 +205,6 @@ def test_a_decode_batch_is_known_without_a_hint():
 # ---------------------------------------------------------------------------------------------------------- lowering
 
 
-def test_dispatch_takes_it_on_a_hopper_chip_and_nowhere_else(monkeypatch):
-    case = Case("chosen", dtype="bfloat16", head_dim=128)
-    arrays, static = batches.split(build(case))
-    request, operands = make_request(**{n: jnp.asarray(x) for n, x in arrays.items()}, **static)
-
-    def text(platform):
-        call = jax.jit(lambda operands: dispatch.attend(request, operands))
-        return call.trace(operands).lower(lowering_platforms=(platform,)).as_text()
-
-    for here in (False, True):
-        chosen = dispatch.IMPLEMENTATIONS["hopper"]._replace(on_this_chip=lambda here=here: here)
-        monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", {**dispatch.IMPLEMENTATIONS, "hopper": chosen})
-        dispatch._attend.clear_cache()
-        assert ("mosaic_gpu" in text("cuda")) == here
-        assert "mosaic_gpu" not in text("cpu")
-    dispatch._attend.clear_cache()
-
-
 @pytest.mark.parametrize(
     "changes",
     [

@@ -1,0 +1,329 @@
+"""Compile the portable GPU kernel to real machine code on a host without a GPU: `python -m bench.codegen --help`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import multiprocessing
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from pallas_kernels import paged_triton
+from pallas_kernels.request import make_request
+
+HELP = """Lowers each configuration of the portable kernel for each target, compiles it to a code object through the
+compilers in the triton wheel, and fails on register spills, LDS or shared memory overflow, or a matrix product without
+matrix instructions. Prints one table; --write keeps it in docs/codegen.md. No GPU is needed or used."""
+
+# Target -> (device kind for the lowering, platform, threads a warp, shared memory a program may have).
+TARGETS = {
+    "gfx942": ("gfx942", "rocm", 64, 65536),
+    "gfx950": ("gfx950", "rocm", 64, 65536),  # it has 160 KiB; two programs a core need less
+    "sm80": ("NVIDIA A100-SXM4-80GB", "cuda", 32, 166912),
+    "sm89": ("NVIDIA L40", "cuda", 32, 101376),
+    "sm90": ("NVIDIA H200", "cuda", 32, 232448),
+}
+MATRIX = re.compile(r"v_(?:s?mfma)_|\b(?:mma\.sync|wgmma\.mma_async)\b")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One call's static side."""
+
+    name: str
+    tokens: int = 2048
+    seqs: int = 16
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 16
+    dtype: str = "bfloat16"
+    kv_dtype: str | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+    core: bool = False  # compiled for NVIDIA targets too by default
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What the compiler reports of one kernel."""
+
+    target: str
+    config: str
+    kernel: str
+    tile: str
+    registers: int
+    spills: int
+    shared: int
+    matrix: int  # matrix instructions in the code
+    fault: str
+
+
+def configs() -> Iterator[Config]:
+    """Every kind of tile in use: head sizes, types, groups, page sizes and the options that change the body."""
+    decode = {"tokens": 64, "seqs": 64}
+    once = (("max_query_len", 1),)
+    draft = {"tokens": 512, "seqs": 32}
+    block = (("max_query_len", 16), ("causal", False))
+    yield Config("prefill", core=True)
+    yield Config("decode", options=once, core=True, **decode)
+    yield Config("draft", options=block, core=True, **draft)
+    for head_dim in (32, 64, 80, 96, 112, 192, 256):
+        yield Config(f"D {head_dim}", head_dim=head_dim, core=head_dim == 256)
+    yield Config("D 64, decode", head_dim=64, options=once, **decode)
+    yield Config("D 256, decode", head_dim=256, options=once, **decode)
+    scales = (("k_scale", 0.5), ("v_scale", 0.5))
+    yield Config("KV float8_e4m3fn", kv_dtype="float8_e4m3fn", options=scales)
+    for kv_dtype in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "int8"):
+        core = kv_dtype == "float8_e4m3fn"
+        yield Config(f"KV {kv_dtype}, draft", kv_dtype=kv_dtype, options=block + scales, core=core, **draft)
+    yield Config("float16", dtype="float16")
+    yield Config("float32", dtype="float32", core=True)
+    yield Config("float32, decode", dtype="float32", options=once, **decode)
+    yield Config("MHA", kv_heads=32)
+    yield Config("MQA 64", heads=64, kv_heads=1)
+    yield Config("group 7, decode", heads=28, kv_heads=4, options=once, **decode)
+    for page_size in (1, 128, 784):
+        yield Config(f"page {page_size}", page_size=page_size)
+    yield Config("cap, window", options=(("soft_cap", 50.0), ("window", (4095, None))))
+    yield Config("sinks, ALiBi", options=(("sinks", "heads"), ("alibi_slopes", "heads")))
+    yield Config("new K/V, two-sided", options=(("new", True), ("causal", False), ("window", (1023, 1023))), core=True)
+    yield Config("ranges, tree", options=(("ranges", 2), ("tree", 16)), core=True)
+
+
+def lower(config: Config, target: str) -> list[tuple[str, str, int, int]]:
+    """(kernel, Triton IR as text, warps, stages) of each launch of a call."""
+    from jax._src.interpreters import mlir
+    from jax._src.lib.mlir import ir
+    from jaxlib.triton import dialect
+
+    c = config
+    kv_dtype = jnp.dtype(c.kv_dtype or c.dtype)
+    shapes = {
+        "q": ((c.tokens, c.heads, c.head_dim), jnp.dtype(c.dtype)),
+        "k_cache": ((4096, c.page_size, c.kv_heads, c.head_dim), kv_dtype),
+        "v_cache": ((4096, c.page_size, c.kv_heads, c.head_dim), kv_dtype),
+        "block_table": ((c.seqs, 512), jnp.int32),
+        "seq_lens": ((c.seqs,), jnp.int32),
+        "query_start_loc": ((c.seqs + 1,), jnp.int32),
+    }
+    static = {}
+    for name, value in c.options:
+        if value == "heads":
+            shapes[name] = ((c.heads,), jnp.float32)
+        elif name == "new":
+            shapes |= {n: ((c.tokens, c.kv_heads, c.head_dim), jnp.dtype(c.dtype)) for n in ("new_k", "new_v")}
+        elif name == "ranges":
+            shapes["bidirectional_ranges"] = ((c.seqs, value, 2), jnp.int32)
+        elif name == "tree":
+            shapes["tree_mask"] = ((c.seqs, value, value), jnp.bool_)
+        else:
+            static[name] = value
+
+    def call(arrays: dict[str, jax.Array]) -> Any:
+        request, operands = make_request(**arrays, **static)
+        if reasons := paged_triton.why_not(request):
+            raise NotImplementedError("; ".join(reasons))
+        return paged_triton.attend(request, operands)
+
+    kind, platform, _, _ = TARGETS[target]
+    arrays = {name: jax.ShapeDtypeStruct(*x) for name, x in shapes.items()}
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, 1, platform))):
+        module = jax.jit(call).trace(arrays).lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
+    launches = []
+    for attributes in _triton_calls(module.operation):
+        context = mlir.make_ir_context()
+        dialect.register_dialect(context)
+        with context:
+            text = ir.Module.parse(ir.StringAttr(attributes["ir"]).value_bytes).operation.get_asm()
+        name = ir.StringAttr(attributes["name"]).value
+        warps, stages = (ir.IntegerAttr(attributes[key]).value for key in ("num_warps", "num_stages"))
+        launches.append((name, text, warps, stages))
+    return launches
+
+
+def _triton_calls(op: Any) -> Iterator[Any]:
+    for region in op.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                name = inner.operation.name
+                if name == "stablehlo.custom_call" and "triton" in str(inner.attributes["call_target_name"]):
+                    yield inner.attributes["mhlo.backend_config"]
+                yield from _triton_calls(inner.operation)
+
+
+def compile_kernel(target: str, text: str, warps: int, stages: int) -> tuple[int, int, int, int]:
+    """(registers, spills, shared bytes, matrix instructions) of a kernel compiled for a target."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    backend = "hip" if target.startswith("gfx") else "cuda"
+    arch = target if backend == "hip" else int(target[2:])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ttir"
+        path.write_text(text)
+        path.write_text(_optimise(path, target))
+        options = {"num_warps": warps, "num_stages": stages}
+        done = triton.compile(str(path), target=GPUTarget(backend, arch, TARGETS[target][2]), options=options)
+        if backend == "hip":
+            code = done.asm["amdgcn"]
+            report = dict(re.findall(r"\.(vgpr_count|vgpr_spill_count|sgpr_spill_count):\s*(\d+)", code))
+            # Scalar registers spill into lanes of vector registers, which is no memory traffic.
+            registers, spills = int(report["vgpr_count"]), int(report["vgpr_spill_count"])
+        else:
+            code = done.asm["ptx"]
+            registers, spills = _ptxas_report(target, code, Path(folder))
+    return registers, spills, done.metadata.shared, len(MATRIX.findall(code))
+
+
+def _optimise(path: Path, target: str) -> str:
+    """Run the passes on Triton IR that XLA runs before the backends (and that `triton.compile` skips for IR files)."""
+    from triton._C.libtriton import ir, passes
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+
+    backend = "hip" if target.startswith("gfx") else "cuda"
+    arch = target if backend == "hip" else int(target[2:])
+    context = ir.context()
+    ir.load_dialects(context)
+    make_backend(GPUTarget(backend, arch, TARGETS[target][2])).load_dialects(context)
+    module = ir.parse_mlir_module(str(path), context)
+    module.context = context
+    pipeline = ir.pass_manager(context)
+    passes.common.add_inliner(pipeline)
+    passes.common.add_canonicalizer(pipeline)
+    passes.ttir.add_combine(pipeline)
+    passes.ttir.add_reorder_broadcast(pipeline)
+    passes.common.add_cse(pipeline)
+    passes.ttir.add_triton_licm(pipeline)
+    passes.common.add_symbol_dce(pipeline)
+    pipeline.run(module, "optimise")
+    return str(module)
+
+
+def _ptxas_report(target: str, ptx: str, folder: Path) -> tuple[int, int]:
+    """Registers and spilled bytes by the assembler that the triton wheel brings."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    source = folder / "kernel.ptx"
+    source.write_text(ptx)
+    arch = re.search(r"\.target (sm_\w+)", ptx)
+    command = [
+        get_ptxas(int(target[2:])).path,
+        "-v",
+        f"--gpu-name={arch[1] if arch else target}",
+        source,
+        "-o",
+        "/dev/null",
+    ]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", text)
+    return int(registers[1]) if registers else 0, sum(map(int, re.findall(r"(\d+) bytes spill stores", text)))
+
+
+def report(target: str, config: Config) -> list[Row]:
+    """Compile every launch of a configuration."""
+    rows = []
+    for name, text, warps, stages in lower(config, target):
+        products = len(re.findall(r"\btt\.dot\b", text))
+        registers, spills, shared, matrix = compile_kernel(target, text, warps, stages)
+        faults = ["spills"] if spills else []
+        faults += ["shared memory"] if shared > TARGETS[target][3] else []
+        # float32 means float32: only AMD has a matrix instruction for it.
+        needs_matrix = config.dtype != "float32" or target.startswith("gfx")
+        faults += ["no matrix instruction in a product"] if needs_matrix and matrix < products else []
+        shape = re.search(r"tt\.dot.*?tensor<(\d+)x(\d+)x.*?-> tensor<(\d+)x(\d+)x", text)
+        tile = f"{shape[3]}x{shape[4]}/{warps}w/{stages}s" if shape else f"{warps}w"
+        rows.append(Row(target, config.name, name, tile, registers, spills, shared, matrix, ", ".join(faults)))
+    return rows
+
+
+def _report(work: tuple[str, Config]) -> list[Row]:
+    """`report` for a pool of processes; a refusal or a failure of the compiler is a row."""
+    warnings.filterwarnings("ignore", "The Pallas Triton", DeprecationWarning)
+    warnings.filterwarnings("ignore", "TRITON_DEFAULT_FP_FUSION", UserWarning)  # on, as XLA has it
+    try:
+        return report(*work)
+    except NotImplementedError as refusal:
+        return [Row(work[0], work[1].name, "-", "-", 0, 0, 0, 0, f"refused: {refusal}")]
+    except Exception as failure:  # the table shall show all that is at fault
+        text = str(failure).strip().splitlines()
+        return [
+            Row(
+                work[0], work[1].name, "-", "-", 0, 0, 0, 0, f"{type(failure).__name__}: {text[0][:80] if text else ''}"
+            )
+        ]
+
+
+def markdown(rows: list[Row]) -> str:
+    """The table and what it means, as a page."""
+    import triton
+
+    lines = [
+        "# Code of the portable kernel",
+        "",
+        "Written by `make codegen` (`python -m bench.codegen --write`), on a host without a GPU: every configuration is",
+        f"lowered by jax {jax.__version__} and compiled by the compilers of triton {triton.__version__} to a real code",
+        "object. **No AMD device has run any of these kernels yet**; the same source runs on an NVIDIA H200.",
+        "",
+        "Tile: rows x keys of the first matrix product / warps / pipeline stages. Registers: VGPRs (with AGPRs) on AMD,",
+        "registers a thread on NVIDIA. Matrix: MFMA on AMD, mma.sync or wgmma on NVIDIA; `merge` has no products, and",
+        "float32 products, which are exact, have matrix instructions on AMD alone. Shared: bytes of LDS or shared memory.",
+        "",
+        "| target | configuration | kernel | tile | registers | spills | shared | matrix | fault |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [f"| {' | '.join(str(x) for x in dataclasses.astuple(row))} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compile everything; 1 where something is at fault."""
+    parser = argparse.ArgumentParser("bench.codegen", description=HELP)
+    parser.add_argument("-t", "--targets", default=",".join(TARGETS), metavar="T,..", help=f"of {', '.join(TARGETS)}")
+    parser.add_argument("-c", "--configs", metavar="TEXT", help="only configurations whose name holds this")
+    parser.add_argument(
+        "--all", action="store_true", help="every configuration for NVIDIA too, not the core ones alone"
+    )
+    parser.add_argument("-j", "--jobs", type=int, default=2, metavar="N", help="compile in N processes (default 2)")
+    parser.add_argument("--write", action="store_true", help="write docs/codegen.md")
+    args = parser.parse_args(argv)
+    chosen = [c for c in configs() if not args.configs or args.configs in c.name]
+    work = [
+        (target, c)
+        for target, c in itertools.product(args.targets.split(","), chosen)
+        if args.all or args.configs or c.core or target.startswith("gfx")
+    ]
+    rows: list[Row] = []
+    began = time.monotonic()
+    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
+        for i, found in enumerate(pool.imap(_report, work)):
+            print(f"\r{i + 1}/{len(work)} {work[i][0]} {work[i][1].name:<30}", end="", file=sys.stderr, flush=True)
+            rows += found
+    print(f"\r{len(rows)} kernels in {time.monotonic() - began:.0f} s{'':40}", file=sys.stderr)
+    header = ("target", "configuration", "kernel", "tile", "regs", "spills", "shared", "matrix", "fault")
+    layout = "{:7} {:24} {:12} {:16} {:>5} {:>6} {:>7} {:>6} {}"
+    print(layout.format(*header))
+    for row in rows:
+        print(layout.format(*dataclasses.astuple(row)))
+    if args.write:
+        Path("docs").mkdir(exist_ok=True)
+        Path("docs/codegen.md").write_text(markdown(rows))
+    faults = [row for row in rows if row.fault]
+    print(f"{len(faults)} at fault" if faults else "no spills, no overflow, matrix instructions in every product")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,191 @@
+"""The portable kernel's plan: the static shape of its tiles, and in the graph the tile that each program takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from pallas_kernels import masks, tuned
+from pallas_kernels.request import AttentionOperands, AttentionRequest
+from pallas_kernels.tuned import Tile
+from pallas_kernels.work_plan import QueryTiles, Sequences
+
+MAX_HEADS = 64  # query heads a tile; more of one KV head go to several tiles
+MIN_ROWS = 16  # the smallest operand of a matrix instruction
+NARROW_ROWS = 64
+
+# Columns of the plan, int32 a tile or piece.
+SEQ, ROW, COUNT, POSITION, FIRST, END, WHOLE, WHOLE_END, CONTEXT, CAUSAL, SEQ_LEN, START, REAL = range(13)
+FIELDS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """The static shape of one kernel's tiles."""
+
+    tile: Tile
+    heads: int  # query heads a tile
+    tokens: int  # queries a tile
+    head_blocks: int  # programs beside each other: KV heads x blocks of their query heads
+
+
+def geometries(r: AttentionRequest, arch: str | None) -> tuple[Geometry, Geometry | None]:
+    """The narrow tiles, and the wide ones unless narrow tiles alone serve the batch."""
+    heads = min(r.group_size, MAX_HEADS)
+    blocks = r.num_kv_heads * -(-r.group_size // heads)
+    least = max(MIN_ROWS, power(heads))
+    if r.batch_invariant:  # nothing here may depend on the batch
+        rows = max(least, NARROW_ROWS)
+    else:
+        usual = min(-(-r.num_tokens // r.num_seqs), r.max_query_len)
+        rows = min(max(least, power(usual * heads)), max(least, NARROW_ROWS))
+    tokens = rows // heads if r.batch_invariant else min(rows // heads, r.max_query_len)
+    narrow = Geometry(_tile(r, arch, rows), heads, tokens, blocks)
+    longest = r.num_tokens if r.batch_invariant else r.max_query_len
+    if min(longest, r.num_tokens) <= narrow.tokens:
+        return narrow, None
+    tile = _tile(r, arch, None)
+    tile = dataclasses.replace(tile, rows=max(tile.rows, least))
+    return narrow, Geometry(tile, heads, tile.rows // heads, blocks)
+
+
+def _tile(r: AttentionRequest, arch: str | None, rows: int | None) -> Tile:
+    """The tile of a narrow kernel of so many rows, or of the wide kernel (None)."""
+    if _busy(r):  # measured tiles leave no room for what these hold besides
+        return heuristic(r, arch, rows)
+    return tuned.lookup(arch, "triton", "wide" if rows is None else "narrow", rows, r) or heuristic(r, arch, rows)
+
+
+def _busy(r: AttentionRequest) -> bool:
+    """Whether the body holds more than one sweep over pages: a second one, or masks by element."""
+    return bool(r.new_kv or r.num_ranges or r.tree_size)
+
+
+def heuristic(r: AttentionRequest, arch: str | None, rows: int | None) -> Tile:
+    """Tiles for shapes that nobody has measured, by the compilers' reports (docs/codegen.md).
+
+    On AMD two workgroups of four waves fit on a compute unit: up to 256 vector registers and 32 KiB of LDS each, without
+    spills. On NVIDIA eight warps share 128 rows, or their accumulators spill; five stages keep two key tiles in flight
+    beside the page ids that they depend on, where shared memory has room (sm86 and sm89 have 99 KiB).
+    """
+    width = power(max(r.head_dim, MIN_ROWS)) * compute_dtype(r).itemsize  # bytes of one row of K
+    if arch is not None and arch.startswith("gfx"):
+        return Tile(rows or (128 if width <= 256 else 64), 32, 4, 2 if width <= 256 else 1)
+    if width > 256:
+        return Tile(rows or 64, 32, 4 if rows else 8, 2)
+    if rows is not None:
+        return Tile(rows, 32 if _busy(r) else 64, 4, 3)
+    if _busy(r):
+        return Tile(128, 32, 8, 3)
+    return Tile(128, 64, 8, 3 if arch in ("sm86", "sm89") else 5)
+
+
+def power(x: int) -> int:
+    return 1 << (x - 1).bit_length()
+
+
+def compute_dtype(r: AttentionRequest) -> np.dtype:
+    """Of the matrix products: the wider of both; 8-bit values fit every float type exactly."""
+    return r.q_dtype if r.quantized else np.dtype(jnp.promote_types(r.q_dtype, r.kv_dtype))
+
+
+def plan(r: AttentionRequest, ops: AttentionOperands, seqs: Sequences, tiles: QueryTiles, tokens: int) -> Array:
+    """The tiles as rows of the plan, int32 [N, FIELDS]; unused ones have no rows and no keys."""
+    seq, offset = tiles.seq, tiles.offset
+    real = jnp.minimum(seq, r.num_seqs - 1)  # the padding rows' sequences own no table
+    context, query_len, seq_len = seqs.context_len[seq], seqs.query_len[seq], seqs.seq_len[seq]
+    used = jnp.arange(seq.shape[0]) < tiles.num_tiles
+    count = jnp.where(used, jnp.minimum(tokens, query_len - offset), 0)
+    q_first, q_last = context + offset, context + offset + count - 1
+    causal = ops.causal[real] if ops.causal is not None else r.causal
+    kv_start = None if ops.kv_start is None else ops.kv_start[real]
+    options: dict[str, Any] = {"seq_len": seq_len, "causal": causal, "window": r.window, "kv_start": kv_start}
+    ranges = square_start = None
+    if ops.bidirectional_ranges is not None:
+        ranges = (ops.bidirectional_ranges[real, :, 0], ops.bidirectional_ranges[real, :, 1])
+    if r.tree_size:
+        square_start = seq_len - jnp.minimum(query_len, r.tree_size)
+    first, end = masks.key_span(q_first, q_last, **options, ranges=ranges, square_start=square_start)
+    end = jnp.where(used & (end > first), end, 0)
+    whole, whole_end = masks.common_span(q_first, q_last, **options)
+    values = {
+        SEQ: real,
+        ROW: seqs.start[seq] + offset,
+        COUNT: count,
+        POSITION: q_first,
+        FIRST: jnp.where(end > 0, first, 0),
+        END: end,
+        WHOLE: whole,
+        WHOLE_END: whole_end,
+        CONTEXT: context,
+        CAUSAL: causal,
+        SEQ_LEN: seq_len,
+        START: seqs.start[seq],
+        REAL: seq < r.num_seqs,
+    }
+    blank = jnp.zeros(seq.shape, jnp.int32)
+    return jnp.stack([jnp.broadcast_to(values.get(i, blank), seq.shape).astype(jnp.int32) for i in range(FIELDS)], -1)
+
+
+class Item(NamedTuple):
+    """What one program works on: scalars of its tile, and the vectors that say which rows it has."""
+
+    seq: Array
+    first: Array  # keys [first, end)
+    end: Array
+    whole: Array  # keys [whole, whole_end) are seen by every row
+    whole_end: Array
+    context: Array  # keys before the sequence's queries
+    seq_len: Array
+    start: Array  # row of the sequence's first query
+    causal: bool | Array
+    kv_head: Array
+    q_pos: Array  # int32 [rows]
+    live: Array  # bool [rows]
+    head: Array  # int32 [rows] query head
+    q_row: Array  # int32 [rows] row of q as [T * H, D]
+
+
+def rows_of(
+    r: AttentionRequest, g: Geometry, plan_ref: Any, n: Array, block: Array, row: Array
+) -> tuple[Array, Array, Array]:
+    """Of tile rows: whether each is in use, its query head, and its row of q as [T * H, D]."""
+    per_kv_head = g.head_blocks // r.num_kv_heads
+    token, head_in_block = lax.div(row, np.int32(g.heads)), lax.rem(row, np.int32(g.heads))
+    head_in_group = lax.rem(block, np.int32(per_kv_head)) * g.heads + head_in_block
+    head = lax.div(block, np.int32(per_kv_head)) * r.group_size + head_in_group
+    live = (token < plan_ref[n, COUNT]) & (head_in_group < r.group_size)
+    return live, head, (plan_ref[n, ROW] + token) * r.num_heads + head
+
+
+def item_of(r: AttentionRequest, g: Geometry, plan_ref: Any, n: Array, block: Array) -> Item:
+    """Read row n of the plan inside a kernel; `block` is the program's block of heads."""
+    row = jnp.arange(g.tile.rows)
+    live, head, q_row = rows_of(r, g, plan_ref, n, block, row)
+    return Item(
+        seq=plan_ref[n, SEQ],
+        first=plan_ref[n, FIRST],
+        end=plan_ref[n, END],
+        whole=plan_ref[n, WHOLE],
+        whole_end=plan_ref[n, WHOLE_END],
+        context=plan_ref[n, CONTEXT],
+        seq_len=plan_ref[n, SEQ_LEN],
+        start=plan_ref[n, START],
+        causal=r.causal if r.causal is not None else plan_ref[n, CAUSAL] != 0,
+        kv_head=lax.div(block, np.int32(g.head_blocks // r.num_kv_heads)),
+        q_pos=plan_ref[n, POSITION] + lax.div(row, np.int32(g.heads)),
+        live=live,
+        head=head,
+        q_row=q_row,
+    )
+
+
+def columns(r: AttentionRequest) -> tuple[Array, Array | None]:
+    """Indices [1, width] along D padded to a power of two, and which of them exist (None: all)."""
+    width = power(max(r.head_dim, MIN_ROWS))
+    column = jnp.arange(width)[None, :]
+    return column, None if width == r.head_dim else column < r.head_dim

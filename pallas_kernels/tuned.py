@@ -1,0 +1,127 @@
+"""Tile sizes by device: measured ones from `tuned/<arch>.json`, the nearest of them, or a kernel's own heuristic."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+from importlib import resources
+from typing import Any
+
+import jax
+
+from pallas_kernels.request import AttentionRequest
+
+_log = logging.getLogger(__name__)
+
+# Parts of device names, first match wins; a device that is present says its architecture itself.
+_ARCH_OF_NAME = {
+    "MI300": "gfx942",
+    "MI325": "gfx942",
+    "MI350": "gfx950",
+    "MI355": "gfx950",
+    "B100": "sm100",
+    "B200": "sm100",
+    "H100": "sm90",
+    "H200": "sm90",
+    "GH200": "sm90",
+    "A100": "sm80",
+    "A800": "sm80",
+    "L4": "sm89",  # L4, L40, L40S
+    "RTX 40": "sm89",
+    "6000 Ada": "sm89",
+    "A10": "sm86",
+    "A40": "sm86",
+    "A6000": "sm86",
+    "RTX 30": "sm86",
+}
+CORES = {"gfx942": 304, "gfx950": 256, "sm80": 108, "sm86": 84, "sm89": 142, "sm90": 132, "sm100": 148}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Sizes of a kernel's inner step."""
+
+    rows: int  # query rows: tokens x heads of one KV head
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def gpu_arch() -> str | None:
+    """The GPU that this trace is for, e.g. "gfx942" or "sm80"; None on a host without one.
+
+    An abstract device of the present mesh comes first, so that a host can lower for a device that it lacks.
+    """
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None and (arch := _arch(abstract.device_kind)):
+        return arch
+    for platform in ("cuda", "rocm"):
+        try:
+            device = jax.devices(platform)[0]
+        except RuntimeError:
+            continue
+        capability = str(getattr(device, "compute_capability", ""))
+        return _arch(capability) or f"sm{capability.replace('.', '')}"
+    return None
+
+
+def _arch(name: str) -> str | None:
+    if name.startswith("gfx"):
+        return name.split(":")[0]
+    return next((arch for part, arch in _ARCH_OF_NAME.items() if part in name), None)
+
+
+def is_hopper(arch: str | None) -> bool:
+    """Whether it has Hopper's warp-group matrix instructions, which neither older nor newer chips have."""
+    return arch == "sm90"
+
+
+def up_to_hopper(arch: str | None) -> bool:
+    """Whether it is an NVIDIA architecture for which Triton's code can be trusted: B200 has known miscompiles."""
+    return arch is not None and arch.startswith("sm") and int(arch[2:]) <= 90
+
+
+def lookup(arch: str | None, kernel: str, work: str, rows: int | None, request: AttentionRequest) -> Tile | None:
+    """The measured tile of the exact shape, else of the nearest one; None if there is none, with one message.
+
+    Args:
+      arch: as `gpu_arch` says it.
+      kernel: "triton", ...
+      work: kind of work in the kernel's own words.
+      rows: rows that the tile must have; None leaves them free.
+      request: its dtypes and padded head size must match; its heads and page size may be near.
+    """
+    near = [
+        (_distance(entry, request), index, entry)
+        for index, entry in enumerate(_table(arch or "none"))
+        if (entry["kernel"], entry["work"]) == (kernel, work)
+        and (entry["q"], entry["kv"]) == (request.q_dtype.name, request.kv_dtype.name)
+        and _power(entry["head_dim"]) == _power(request.head_dim)
+        and rows in (None, entry["tile"]["rows"])
+    ]
+    if not near:
+        _say_once(f"no tuned {kernel} tile for {work} on {arch}: using its heuristic")
+        return None
+    return Tile(**min(near)[2]["tile"])
+
+
+def _distance(entry: dict[str, Any], r: AttentionRequest) -> tuple[int, int, int]:
+    group = entry["heads"] // entry["kv_heads"]
+    return abs(entry["head_dim"] - r.head_dim), abs(group - r.group_size), abs(entry["page_size"] - r.page_size)
+
+
+def _power(x: int) -> int:
+    return 1 << (x - 1).bit_length()
+
+
+@functools.cache
+def _table(arch: str) -> tuple[dict[str, Any], ...]:
+    path = resources.files("pallas_kernels") / "tuned" / f"{arch}.json"
+    return tuple(json.loads(path.read_text())) if path.is_file() else ()
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    _log.info(text)

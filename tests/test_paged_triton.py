@@ -1,0 +1,176 @@
+"""The portable GPU kernel: interpreted on a CPU, compiled where a GPU is present.
+
+The usual run takes a subset of the table; `python -m pytest tests/test_paged_triton.py --whole-table` takes all of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import MappingProxyType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from pallas_kernels import dispatch, paged_triton, triton_plan
+from pallas_kernels.request import make_request
+from pallas_kernels.work_plan import split_keys
+from tests import batches, oracle
+from tests.cases import Case, build
+from tests.paged_attention_body import PagedAttentionTests, assert_close, assert_lse_close, assert_same_bits
+
+ON_GPU = jax.default_backend() == "gpu"
+
+
+@pytest.fixture(autouse=True)
+def _interpreted_on_a_cpu(monkeypatch):
+    if not ON_GPU:
+        kernel = dispatch.IMPLEMENTATIONS["triton"]
+        kernel = kernel._replace(attend=functools.partial(paged_triton.attend, interpret=True))
+        monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", {**dispatch.IMPLEMENTATIONS, "triton": kernel})
+
+
+class TestPagedTriton(PagedAttentionTests):
+    """Head sizes beyond 256 are refused; everything else runs."""
+
+    implementation = "triton"
+    refuses = MappingProxyType({"head_dim_512": "head_dim=512"})
+    subset = frozenset(
+        {
+            "noncausal+window_both+soft_cap+sinks+fp8_head_scales+kv_start+hnd+bfloat16",
+            "causal_by_sequence+window_left+alibi+int8_token_scales+new_kv+ranges+kv_start",
+            "causal_by_sequence+window_both+soft_cap+sinks+alibi+new_kv+ranges+tree+kv_start",
+            "tree+fp8_token_scales+new_kv+hnd+batch_invariant+sinks+window_left",
+            "noncausal+fp8_scalar_scales+new_kv+float16+batch_invariant+pages_of_12",
+            "page_size_1",
+            "page_size_128",
+            "page_size_784",
+            "head_dim_80",
+            "head_dim_512",
+            "heads_17_over_1",
+            "float16_over_float8_e5m2",
+            "fp8_fnuz",
+            "decodes_of_odd_lengths",
+            "prefill_noncausal",
+            "first_sequences_padding",
+            "sinks_some_absent",
+        }
+    )
+
+
+def call(batch, **options):
+    arrays, static = batches.split(batch)
+    static |= options | {"return_lse": True}
+    run = jax.jit(lambda arrays: jattn.paged_attention(**arrays, **static, implementation="triton"))
+    return run(arrays)
+
+
+def test_one_long_sequence_is_split_and_merged():
+    batch = batches.draw(np.random.default_rng(0), (1,), (3000,), page_size=16, dtype="bfloat16")
+    request, _ = make_request(**batch)
+    narrow, wide = triton_plan.geometries(request, "sm90")
+    assert wide is None
+    ends = jnp.array([3001, 0], jnp.int32)
+    splits = split_keys(0 * ends, ends, narrow.tile.keys, 50, 256 // narrow.tile.keys)
+    assert splits.pieces.tolist() == [-(-3001 // 256), 0]
+    out, lse = call(batch)
+    want, want_lse = oracle.attention(**batch)
+    assert_close(np.asarray(out).astype(np.float64), want, "bfloat16")
+    assert_lse_close(np.asarray(lse), want_lse, "bfloat16")
+
+
+@pytest.mark.parametrize("query_len", [5, 99])  # vllm#40176 (review): lanes past the end diluted the output
+def test_noncausal_queries_are_not_diluted_by_the_rest_of_a_tile(query_len):
+    batch = batches.draw(np.random.default_rng(1), (query_len,), (3,), page_size=16)
+    batch["v_cache"] = batch["v_cache"] + np.float32(50)
+    out, _ = call(batch, causal=False)
+    np.testing.assert_allclose(np.asarray(out), oracle.attention(**batch, causal=False)[0], atol=50 * 5e-6)
+
+
+def test_one_program_for_other_lengths():
+    case = Case("lengths", (1, 6, 20), (330, 40, 0), padding_tokens=5, page_size=16)
+    batch = build(case)
+    other = build(Case("other", (20, 1, 6), (13, 300, 8), padding_tokens=5, page_size=16))
+    pages = max(len(batch["k_cache"]), len(other["k_cache"]))
+    width = max(batch["block_table"].shape[1], other["block_table"].shape[1])
+    for b in (batch, other):
+        for name in ("k_cache", "v_cache"):
+            b[name] = np.pad(b[name], ((0, pages - len(b[name])), (0, 0), (0, 0), (0, 0)), constant_values=np.nan)
+        b["block_table"] = np.pad(b["block_table"], ((0, 0), (0, width - b["block_table"].shape[1])))
+    _, static = batches.split(batch)
+    traces = []
+
+    @jax.jit
+    def run(arrays):
+        traces.append(1)
+        return jattn.paged_attention(**arrays, **static, implementation="triton")
+
+    for b in (batch, other):
+        out, _ = run(batches.split(b)[0])
+        assert_close(np.asarray(out).astype(np.float64), oracle.attention(**b)[0], "float32")
+    assert len(traces) == 1
+
+
+def test_batch_invariant_rows_do_not_depend_on_their_company():
+    subject = Case("subject", (6,), (900,), padding_tokens=0, page_size=16, batch_invariant=True)
+    alone = build(subject)
+    company = Case("company", (1, 6, 70), (40, 900, 3), padding_tokens=2, page_size=16, batch_invariant=True)
+    batch = build(company)
+    pages = -(-906 // 16)
+    for name in ("k_cache", "v_cache"):
+        batch[name][batch["block_table"][1, :pages]] = alone[name][alone["block_table"][0, :pages]]
+    batch["q"][1:7] = alone["q"]
+    for got, want in zip(call(batch), call(alone), strict=True):
+        assert_same_bits(np.asarray(got)[1:7], want)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "int8"])
+@pytest.mark.parametrize("to", ["float32", "bfloat16", "float16"])
+def test_every_8_bit_value_is_widened_exactly(dtype, to):
+    stored = np.arange(256, dtype=np.uint8).view(batches.dtype_of(dtype))
+    want = stored.astype(np.float32)
+    got = paged_triton._widen(jnp.asarray(stored.view(np.int8)), dtype, batches.dtype_of(to))
+    np.testing.assert_array_equal(np.asarray(got).astype(np.float32), want)
+
+
+def test_refusals_say_why():
+    cache = jax.ShapeDtypeStruct((40_000, 16, 8, 512), jnp.int8)
+    arrays = [jax.ShapeDtypeStruct(*x) for x in (((1, 8, 512), jnp.bfloat16), ((1, 9), jnp.int32), ((1,), jnp.int32))]
+    q, table, lens = arrays
+    start = jax.ShapeDtypeStruct((2,), jnp.int32)
+    found = []
+    jax.eval_shape(lambda *x: found.append(make_request(*x)[0]), q, cache, cache, table, lens, start)
+    first, second = paged_triton.why_not(found[0])
+    assert "head_dim=512" in first
+    assert "signed 32-bit offset" in second
+    with pytest.raises(NotImplementedError, match=r"triton.*head_dim=512"):
+        jax.eval_shape(
+            functools.partial(jattn.paged_attention, implementation="triton"), q, cache, cache, table, lens, start
+        )
+
+
+def test_vmap_over_everything():
+    cases = [Case(name, (1, 6, 9), (30, 4, 0), padding_tokens=0, page_size=16) for name in ("a", "b")]
+    drawn = [build(case) for case in cases]
+    arrays = jax.tree.map(lambda *xs: np.stack(xs), *(batches.split(batch)[0] for batch in drawn))
+    _, static = batches.split(drawn[0])
+    run = jax.vmap(lambda arrays: jattn.paged_attention(**arrays, **static, implementation="triton"))
+    for got, batch in zip(jax.jit(run)(arrays)[0], drawn, strict=True):
+        assert_close(np.asarray(got).astype(np.float64), oracle.attention(**batch)[0], "float32")
+
+
+@pytest.mark.parametrize("scales", [None, "token"])
+def test_a_draft_token_that_no_query_of_a_tree_sees_may_be_nan(scales):
+    kv_dtype = scales and "float8_e4m3fn"
+    batch = batches.draw(
+        np.random.default_rng(2), (6, 4), (40, 9), page_size=16, dtype="bfloat16", kv_dtype=kv_dtype, scales=scales
+    )
+    batch["tree_mask"] = np.tril(np.ones((2, 6, 6), bool))
+    batch["tree_mask"][:, :, 2] = False  # rejected beforehand, yet amid keys that are seen
+    clean = call(batch)
+    dirty = call(batches.poison(np.random.default_rng(0), batch))
+    for got, want in zip(dirty, clean, strict=True):
+        assert_same_bits(got, want)
+    assert_close(np.asarray(clean[0]).astype(np.float64), oracle.attention(**batch)[0], "bfloat16")
