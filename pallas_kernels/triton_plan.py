@@ -75,13 +75,20 @@ def heuristic(r: AttentionRequest, arch: str | None, rows: int | None) -> Tile:
     width = power(max(r.head_dim, MIN_ROWS)) * compute_dtype(r).itemsize  # bytes of one row of K
     if arch is not None and arch.startswith("gfx"):
         return Tile(rows or (128 if width <= 256 else 64), 32, 4, 2 if width <= 256 else 1)
+    old = tuned.before_hopper(arch)
+    if compute_dtype(r).itemsize == 4:  # no matrix instruction is exact: many threads hold the accumulators
+        return Tile(rows or 64, 32, 16 if width > 256 else 8, 2)
     if width > 256:
         return Tile(rows or 64, 32, 4 if rows else 8, 2)
+    if old and (r.num_ranges or r.tree_size):
+        return Tile(rows or 64, 32, 8, 2)
+    if old and rows is not None and r.quantized:
+        return Tile(rows, 32, 4, 3)
     if rows is not None:
         return Tile(rows, 32 if _busy(r) else 64, 4, 3)
-    if _busy(r):
+    if _busy(r) or arch in ("sm86", "sm89"):
         return Tile(128, 32, 8, 3)
-    return Tile(128, 64, 8, 3 if arch in ("sm86", "sm89") else 5)
+    return Tile(128, 64, 8, 5)
 
 
 def power(x: int) -> int:
