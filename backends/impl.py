@@ -98,6 +98,17 @@ class AttentionImpl:
         fits = self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads == 0
         came = f"{self.num_kv_heads} beside num_heads={self.num_heads}"
         expect(fits, "num_kv_heads", came, "a divisor of num_heads")
+        for name in ("num_heads", "head_size"):
+            size = getattr(self, name)
+            positive = isinstance(size, int | np.integer) and size > 0
+            expect(bool(positive), name, repr(size), "a positive int")
+        window, cap = self.sliding_window, self.logits_soft_cap
+        whole = window is None or (isinstance(window, int | np.integer) and not isinstance(window, bool))
+        expect(whole, "sliding_window", repr(window), "an int, or None")
+        finite = isinstance(self.scale, int | float | np.number) and np.isfinite(self.scale)
+        expect(bool(finite), "scale", repr(self.scale), "a finite number")
+        capped = cap is None or (isinstance(cap, int | float | np.number) and cap >= 0)
+        expect(capped, "logits_soft_cap", repr(cap), "a number >= 0 (0: none), or None")
         for name in ("sinks", "alibi_slopes"):
             value = getattr(self, name)
             ok = value is None or jnp.shape(value) == (self.num_heads,)

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int, Num
 
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.merge import merge_states
-from pallas_kernels.request import QUANTIZED_DTYPES, QUERY_DTYPES, Layout, expect
+from pallas_kernels.request import QUANTIZED_DTYPES, QUERY_DTYPES, Layout, as_array, describe, expect
 
 __all__ = ["KVCache", "gather_pages", "merge_states", "write_kv"]
 
@@ -59,14 +59,27 @@ class KVCache:
         """
         sizes = {"num_pages": num_pages, "page_size": page_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         for name, size in sizes.items():
-            expect(size > 0, name, size, "a positive number")
+            ok = isinstance(size, int | np.integer) and not isinstance(size, bool) and size > 0
+            expect(ok, name, repr(size), "a positive int")
         expect(layout in ("NHD", "HND"), "layout", repr(layout), "'NHD' or 'HND'")
         known = QUERY_DTYPES + QUANTIZED_DTYPES
-        expect(np.dtype(dtype).name in known, "dtype", np.dtype(dtype).name, f"one of {', '.join(known)}")
+        try:
+            name = np.dtype(dtype).name
+        except TypeError:
+            name = repr(dtype)
+        expect(name in known, "dtype", name, f"one of {', '.join(known)}")
         inner = (page_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, page_size)
         # Two arrays, not one twice: donation refuses to give the same buffer away two times.
         k, v = (jnp.zeros((num_pages, *inner, head_dim), dtype) for _ in range(2))
-        scales = [None if s is None else jnp.asarray(s, jnp.float32) for s in (k_scale, v_scale)]
+        scales = []
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            array = None if scale is None else as_array(name, scale).astype(jnp.float32)
+            if array is not None:
+                eight_bits = np.dtype(dtype).name in QUANTIZED_DTYPES
+                expect(eight_bits, name, f"a scale beside dtype {np.dtype(dtype).name}", "none, or an 8-bit dtype")
+                fits = array.shape in ((), (num_kv_heads,), (num_pages, *inner))
+                expect(fits, name, describe(array), f"a scalar, [{num_kv_heads}] or {[num_pages, *inner]}")
+            scales.append(array)
         return cls(k, v, scales[0], scales[1], layout)
 
     @property

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int
 
-from pallas_kernels.request import describe, expect
+from pallas_kernels.request import as_array, as_int32, describe, expect
 
 _DATA = (
     "query_start_loc",
@@ -89,9 +89,10 @@ class AttentionMetadata:
         table = _integers("block_table", block_table, 2)
         expect(table.shape[0] == num_seqs, "block_table", describe(table), f"int[S, max_pages] with S = {num_seqs}")
         if not isinstance(causal, bool | np.bool_):
-            causal = jnp.asarray(causal)
-            ok = causal.dtype == bool and causal.shape == (num_seqs,)
+            causal = as_array("causal", causal)
+            ok = causal.dtype == bool and causal.shape in ((), (num_seqs,))
             expect(ok, "causal", describe(causal), f"a bool or bool[S] = bool[{num_seqs}]")
+            causal = jnp.broadcast_to(causal, (num_seqs,))
         else:
             causal = bool(causal)
         if kv_start is not None:
@@ -99,8 +100,17 @@ class AttentionMetadata:
             expect(kv_start.shape == (num_seqs,), "kv_start", describe(kv_start), f"int[S] = int[{num_seqs}]")
         if bidirectional_ranges is not None:
             bidirectional_ranges = _integers("bidirectional_ranges", bidirectional_ranges, 3)
+            ok = bidirectional_ranges.shape[::2] == (num_seqs, 2)
+            came = describe(bidirectional_ranges)
+            expect(ok, "bidirectional_ranges", came, f"int[S, R, 2] = int[{num_seqs}, R, 2]")
         if tree_mask is not None:
-            tree_mask = jnp.asarray(tree_mask)
+            tree_mask = as_array("tree_mask", tree_mask)
+            ok = tree_mask.ndim == 3 and tree_mask.dtype == bool and tree_mask.shape[0] == num_seqs
+            ok = ok and tree_mask.shape[1] == tree_mask.shape[2]
+            expect(ok, "tree_mask", describe(tree_mask), f"bool[S, Q, Q] with S = {num_seqs}")
+        if max_query_len is not None:
+            ok = isinstance(max_query_len, int | np.integer) and max_query_len > 0
+            expect(ok, "max_query_len", repr(max_query_len), "a positive int or None (it is static)")
         slots = _integers("slot_mapping", slot_mapping, 1)
         return cls(loc, seq_lens, table, slots, causal, kv_start, bidirectional_ranges, tree_mask, max_query_len)
 
@@ -137,12 +147,22 @@ class AttentionMetadata:
         count = len(query_lens)
         expect(len(seq_lens) == count, "seq_lens", f"{len(seq_lens)} entries", f"{count}, one a sequence")
         expect(len(pages) == count, "pages", f"{len(pages)} entries", f"{count}, one a sequence")
+        for name, numbers in (("page_size", [page_size]), ("query_lens", query_lens), ("seq_lens", seq_lens)):
+            whole = all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in numbers)
+            expect(whole, name, repr(list(numbers)[:8]), "ints")
         expect(page_size > 0, "page_size", page_size, "a positive number of tokens")
         for s, (q, n, held) in enumerate(zip(query_lens, seq_lens, pages, strict=True)):
             expect(q >= 0, "query_lens", f"{q} for sequence {s}", "lengths >= 0")
             expect(n >= q, "seq_lens", f"{n} for sequence {s} with {q} queries", "seq_len >= query_len")
             need = -(-n // page_size)
             expect(len(held) >= need, "pages", f"{len(held)} for sequence {s} of {n} tokens", f"at least {need}")
+            named = all(-1 <= p < 2**31 // page_size for p in held)
+            expect(
+                named,
+                "pages",
+                f"{list(held)[:8]} for sequence {s}",
+                f"ids in [0, {2**31 // page_size}), or -1 for none",
+            )
         total = sum(query_lens)
         rows = total if num_tokens is None else num_tokens
         expect(rows >= total, "num_tokens", rows, f"room for {total} query tokens")
@@ -169,16 +189,17 @@ class AttentionMetadata:
             flags = bool(causal)
         else:
             expect(len(causal) == count, "causal", f"{len(causal)} flags", f"{count}, one a sequence")
+            known = all(isinstance(c, bool | np.bool_) for c in causal)
+            expect(known, "causal", repr(list(causal)[:8]), "bools")
             flags = np.ones(size, bool)
             flags[:count] = causal
         return cls.make(loc, lens, table, slots, causal=flags, max_query_len=max_query_len)
 
 
 def _integers(name: str, value: Any, ndim: int) -> Array:
-    array = jnp.asarray(value)
-    ok = jnp.issubdtype(array.dtype, jnp.integer) and array.ndim == ndim
-    expect(ok, name, describe(array), f"integers with {ndim} axes")
-    return array.astype(jnp.int32)
+    array = as_int32(name, value)
+    expect(array.ndim == ndim, name, describe(array), f"integers with {ndim} axes")
+    return array
 
 
 def _flatten_with_keys(m: AttentionMetadata) -> tuple[list[tuple[Any, Any]], tuple[bool | None, int | None]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+import numpy as np
+
 from pallas_kernels.request import expect
 
 
@@ -59,6 +61,7 @@ class PageAllocator:
           OutOfPages: too few pages are free; the owner does not exist then.
         """
         expect(owner not in self._pages, "owner", repr(owner), "a sequence that is not open yet")
+        _check_count(num_tokens)
         self._pages[owner], self._lens[owner] = [], 0
         try:
             self.extend(owner, num_tokens)
@@ -79,7 +82,7 @@ class PageAllocator:
           OutOfPages: too few pages are free; nothing has changed then.
         """
         held, length = self._known(owner), self._lens[owner]
-        expect(num_tokens >= 0, "num_tokens", num_tokens, "a number of tokens >= 0")
+        _check_count(num_tokens)
         total = length + num_tokens
         more = max(-(-total // self.page_size) - len(held), 0)
         first = length // self.page_size  # the first page that will be written
@@ -109,6 +112,7 @@ class PageAllocator:
         held, length = self._known(parent), self._lens[parent]
         expect(child not in self._pages, "child", repr(child), "a sequence that is not open yet")
         tokens = length if num_tokens is None else num_tokens
+        _check_count(tokens)
         expect(0 <= tokens <= length, "num_tokens", tokens, f"at most the parent's {length} tokens")
         prefix = held[: -(-tokens // self.page_size)]
         for page in prefix:
@@ -136,3 +140,8 @@ class PageAllocator:
         page = self._free.pop()
         self._owners[page] += 1
         return page
+
+
+def _check_count(num_tokens: object) -> None:
+    ok = isinstance(num_tokens, int | np.integer) and not isinstance(num_tokens, bool) and num_tokens >= 0
+    expect(bool(ok), "num_tokens", repr(num_tokens), "an int >= 0")

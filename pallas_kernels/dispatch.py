@@ -42,7 +42,7 @@ def attend(request: AttentionRequest, operands: AttentionOperands, implementatio
       ValueError: the name is unknown.
       NotImplementedError: the named implementation, or every one, lacks what the request asks for.
     """
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
+    if implementation is not None and not (isinstance(implementation, str) and implementation in IMPLEMENTATIONS):
         known = ", ".join(repr(name) for name in IMPLEMENTATIONS)
         raise ValueError(f"implementation: got {implementation!r}, expected None or one of {known}")
     return _attend(request, implementation, operands)

@@ -9,7 +9,7 @@ from jax import Array
 from jaxtyping import Float, Int, Num
 
 from pallas_kernels.quantization import store_as
-from pallas_kernels.request import QUANTIZED_DTYPES, describe, expect
+from pallas_kernels.request import QUANTIZED_DTYPES, QUERY_DTYPES, as_array, as_int32, describe, expect
 
 
 def write_kv(
@@ -46,9 +46,11 @@ def write_kv(
       ValueError: a shape or dtype does not fit.
     """
     expect(layout in ("NHD", "HND"), "layout", repr(layout), "'NHD' or 'HND'")
-    k_cache, v_cache = jnp.asarray(k_cache), jnp.asarray(v_cache)
+    k_cache, v_cache = as_array("k_cache", k_cache), as_array("v_cache", v_cache)
     expect(k_cache.ndim == 4, "k_cache", describe(k_cache), "[P, page_size, KVH, D] or [P, KVH, page_size, D]")
     expect(min(k_cache.shape) > 0, "k_cache", describe(k_cache), "no empty axis")
+    known = QUERY_DTYPES + QUANTIZED_DTYPES
+    expect(k_cache.dtype.name in known, "k_cache", describe(k_cache), f"a dtype of {', '.join(known)}")
     same = v_cache.shape == k_cache.shape and v_cache.dtype == k_cache.dtype
     expect(same, "v_cache", describe(v_cache), f"shape and dtype of k_cache, {describe(k_cache)}")
     num_pages, a, b, head_dim = k_cache.shape
@@ -65,9 +67,8 @@ def write_kv(
 
 def slot_index(slot_mapping: Int[Array, " T"], num_pages: int, page_size: int) -> tuple[Array, Array]:
     """Page and offset of each slot; a scatter with mode "drop" leaves out those that are negative or past the pool."""
-    slots = jnp.asarray(slot_mapping)
-    ok = slots.ndim == 1 and jnp.issubdtype(slots.dtype, jnp.integer)
-    expect(ok, "slot_mapping", describe(slots), "int32[T]")
+    slots = as_int32("slot_mapping", slot_mapping, "int32[T]")
+    expect(slots.ndim == 1, "slot_mapping", describe(slots), "int32[T]")
     # Out of bounds is dropped by the scatter; a negative index would count from the end.
     return jnp.where(slots < 0, num_pages, slots // page_size), slots % page_size
 
@@ -82,7 +83,8 @@ def stored_rows(name: str, rows: Any, scale: Any, dtype: Any, shape: tuple[int, 
       dtype: of the cache.
       shape: (T, KVH, D).
     """
-    rows = jnp.asarray(rows)
+    rows = as_array(name, rows)
+    expect(jnp.issubdtype(rows.dtype, jnp.floating), name, describe(rows), "floats")
     count, num_kv_heads, head_dim = shape
     fits = rows.ndim == 3 and rows.shape[1:] == shape[1:] and rows.shape[0] >= count
     expect(fits, name, describe(rows), f"[at least T = {count}, KVH = {num_kv_heads}, D = {head_dim}]")
@@ -90,7 +92,7 @@ def stored_rows(name: str, rows: Any, scale: Any, dtype: Any, shape: tuple[int, 
     if scale is not None:
         dtype = jnp.dtype(dtype)
         expect(dtype.name in QUANTIZED_DTYPES, f"{name}_scale", f"a scale beside {dtype}", "none, or a quantised cache")
-        scale = jnp.asarray(scale, jnp.float32)
+        scale = as_array(f"{name}_scale", scale).astype(jnp.float32)
         shapes = ((), (num_kv_heads,), (count, num_kv_heads))
         expect(scale.shape in shapes, f"{name}_scale", describe(scale), f"a shape of {list(map(list, shapes))}")
         rows = rows.astype(jnp.float32) / (scale if scale.ndim == 0 else scale[..., None])

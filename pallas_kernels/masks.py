@@ -98,7 +98,7 @@ def key_span(
         first = jnp.minimum(first, jnp.where(touched, begin, FAR).min(-1))
         end = jnp.maximum(end, jnp.where(touched, stop, 0).max(-1))
     first = jnp.maximum(first, 0 if kv_start is None else kv_start)
-    return jnp.maximum(first, 0), jnp.minimum(end, seq_len)
+    return jnp.clip(first, 0, FAR), jnp.minimum(end, seq_len)
 
 
 def common_span(

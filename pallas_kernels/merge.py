@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from pallas_kernels.request import describe, expect
+from pallas_kernels.request import as_array, describe, expect
 
 
 def merge_states(
@@ -26,8 +28,9 @@ def merge_states(
     Raises:
       ValueError: the shapes do not fit each other.
     """
-    out, lse = jnp.stack(list(outs)), jnp.stack(list(lses)).astype(jnp.float32)
-    expect(out.ndim == 4, "outs", describe(out), "N partial outputs [T, H, D]")
+    out, lse = _stack("outs", outs), _stack("lses", lses).astype(jnp.float32)
+    ok = out.ndim == 4 and jnp.issubdtype(out.dtype, jnp.floating)
+    expect(ok, "outs", describe(out), "N partial outputs, floats [T, H, D]")
     expect(lse.shape == out.shape[:3], "lses", describe(lse), f"an LSE for each row, {list(out.shape[:3])}")
     lse = jnp.where(lse == jnp.inf, -jnp.inf, lse)
     peak = lse.max(0)
@@ -38,3 +41,12 @@ def merge_states(
     parts = jnp.where(weight[..., None] == 0, 0.0, out.astype(jnp.float32) * weight[..., None])
     merged = parts.sum(0) / jnp.where(total == 0, 1.0, total)[..., None]
     return merged.astype(out.dtype), jnp.where(total == 0, -jnp.inf, base + jnp.log(total))
+
+
+def _stack(name: str, parts: Any) -> Array:
+    if isinstance(parts, list | tuple):
+        parts = [as_array(name, x) for x in parts]
+        shapes = {x.shape for x in parts}
+        expect(len(shapes) == 1, name, f"{len(parts)} parts of shapes {sorted(shapes)}", "parts of one shape")
+        return jnp.stack(parts)
+    return as_array(name, parts)

@@ -19,7 +19,8 @@ class SoftmaxState(NamedTuple):
 
 def empty(rows: tuple[int, ...], head_dim: int) -> SoftmaxState:
     """The state before any key."""
-    return SoftmaxState(jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.zeros((*rows, head_dim)))
+    f32 = jnp.float32  # also where 64-bit types are on
+    return SoftmaxState(jnp.full(rows, -jnp.inf, f32), jnp.zeros(rows, f32), jnp.zeros((*rows, head_dim), f32))
 
 
 def update(

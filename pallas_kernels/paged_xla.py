@@ -59,7 +59,7 @@ def attend(request: AttentionRequest, operands: AttentionOperands) -> tuple[Arra
     """Attention of every query over the pages of its sequence; see `jattn.paged_attention` for the meaning."""
     r, ops = request, operands
     if r.num_tokens == 0 or r.num_seqs == 0:
-        lse = jnp.full((r.num_tokens, r.num_heads), -jnp.inf)
+        lse = jnp.full((r.num_tokens, r.num_heads), -jnp.inf, jnp.float32)
         return jnp.zeros_like(ops.q), lse if r.return_lse else None
     wide, narrow = _tile_rows(r)
     if wide > r.num_tokens:  # tiles of one size whatever the batch; make room for one
@@ -79,7 +79,7 @@ def attend(request: AttentionRequest, operands: AttentionOperands) -> tuple[Arra
             return compute(wide)(results)
         return lax.cond(rows <= narrow, compute(narrow), compute(wide), results)
 
-    results = (jnp.zeros_like(ops.q), jnp.full((total, r.num_heads), -jnp.inf))
+    results = (jnp.zeros_like(ops.q), jnp.full((total, r.num_heads), -jnp.inf, jnp.float32))
     out, lse = lax.fori_loop(0, tiles.num_tiles, one_tile, results)
     out, lse = out[: r.num_tokens], lse[: r.num_tokens]
     return out, lse if r.return_lse else None
@@ -231,7 +231,9 @@ def _sweep(
         if seen is not None:
             logits = jnp.where(seen, logits, -jnp.inf)
         if v_scale is not None:
-            v = (v.astype(jnp.float32) * v_scale[..., None]).astype(_compute_dtype(q, v))
+            # bfloat16 has float32's range; what float16 cannot hold stays float32.
+            dtype = jnp.bfloat16 if q.dtype == jnp.bfloat16 else jnp.float32
+            v = (v.astype(jnp.float32) * v_scale[..., None]).astype(dtype)
         if seen is not None:  # a hidden value may be NaN, and 0 x NaN is NaN
             v = jnp.where(seen.any(0)[:, None], v, jnp.zeros((), v.dtype))
         return online_softmax.update(state, logits, lambda p: _weigh(p, q, v))

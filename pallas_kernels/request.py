@@ -100,6 +100,36 @@ def describe(x: object) -> str:
     return repr(x)
 
 
+def as_array(name: str, x: object) -> Array:
+    """`x` as an array, or a ValueError that names the argument."""
+    if isinstance(x, Array):
+        return x
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name}: got {type(x).__name__} {str(x)[:80]!r}, expected an array ({error})") from None
+
+
+def as_int32(name: str, x: object, expected: str = "integers") -> Array:
+    """Integers of any width as int32; what int32 cannot hold becomes its nearest value, so that it stays out of range.
+
+    Raises:
+      ValueError: they are no integers.
+    """
+    if not isinstance(x, Array):
+        try:
+            x = np.asarray(x)  # jnp would wrap 64-bit values
+        except ValueError as error:
+            raise ValueError(f"{name}: got {str(x)[:80]!r}, expected {expected} ({error})") from None
+        x = x.astype(np.int32) if x.size == 0 else x
+    expect(jnp.issubdtype(x.dtype, jnp.integer), name, describe(x), expected)
+    if x.dtype != np.int32:
+        own, limits = jnp.iinfo(x.dtype), np.iinfo(np.int32)
+        low, high = max(own.min, limits.min), min(own.max, limits.max)
+        x = x.clip(np.asarray(low, x.dtype), np.asarray(high, x.dtype))
+    return jnp.asarray(x, jnp.int32)
+
+
 def make_request(
     q: Array,
     k_cache: Array,
@@ -131,7 +161,9 @@ def make_request(
     Raises:
       ValueError: an argument does not fit; the text names it, says what came and what was expected.
     """
-    q, k_cache, v_cache = jnp.asarray(q), jnp.asarray(k_cache), jnp.asarray(v_cache)
+    q, k_cache, v_cache = as_array("q", q), as_array("k_cache", k_cache), as_array("v_cache", v_cache)
+    for name, flag in (("batch_invariant", batch_invariant), ("return_lse", return_lse)):
+        expect(isinstance(flag, bool | np.bool_), name, describe(flag), "True or False (it is static)")
     num_tokens, num_heads, head_dim = _query_shape(q)
     num_pages, page_size, num_kv_heads = _cache_shape(k_cache, v_cache, layout, head_dim)
     expect(
@@ -169,7 +201,7 @@ def make_request(
         ranges = None if ranges.shape[1] == 0 else ranges
     tree = None
     if tree_mask is not None:
-        tree = jnp.asarray(tree_mask)
+        tree = as_array("tree_mask", tree_mask)
         expect(
             tree.ndim == 3 and tree.shape[0] == num_seqs and tree.shape[1] == tree.shape[2] and tree.dtype == bool,
             "tree_mask",
@@ -179,6 +211,7 @@ def make_request(
         tree = None if tree.shape[1] == 0 else tree
     if kv_start is not None:
         kv_start = _int32(kv_start, "kv_start", 1, f"[S] = [{num_seqs}]", (num_seqs,))
+        kv_start = jnp.clip(kv_start, 0, FAR)  # so that kernels may add to it
     if max_query_len is not None:
         expect(_is_int(max_query_len) and max_query_len > 0, "max_query_len", repr(max_query_len), "a positive int")
 
@@ -261,14 +294,13 @@ def _cache_shape(k_cache: Array, v_cache: Array, layout: str, head_dim: int) -> 
 
 
 def _int32(x: object, name: str, ndim: int, shape: str, exact: tuple[int, ...] | None = None) -> Array:
-    array = jnp.asarray(x)
-    expect(jnp.issubdtype(array.dtype, jnp.integer), name, describe(array), f"int32{shape}")
+    array = as_int32(name, x, f"int32{shape}")
     expect(array.ndim == ndim and (exact is None or array.shape == exact), name, describe(array), f"int32{shape}")
-    return array.astype(jnp.int32)
+    return array
 
 
 def _causal_array(causal: object, num_seqs: int) -> Array:
-    array = jnp.asarray(causal)
+    array = as_array("causal", causal)
     expect(
         array.dtype == bool and array.shape in ((), (num_seqs,)),
         "causal",
@@ -291,8 +323,9 @@ def _static_float(name: str, value: Any, default: float, positive: bool = False)
     if value is None:
         return default
     ok = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    ok = ok and bool(np.isfinite(value)) and (not positive or value > 0)
-    kind = "a positive" if positive else "a finite"
+    limits = np.finfo(np.float32)
+    ok = ok and bool(abs(value) <= float(limits.max)) and (not positive or value >= float(limits.tiny))
+    kind = "a positive float32" if positive else "a finite float32"
     expect(ok, name, describe(value), f"{kind} Python number (it is static; fold a traced factor into q)")
     return float(value)
 
@@ -300,7 +333,7 @@ def _static_float(name: str, value: Any, default: float, positive: bool = False)
 def _per_head(name: str, value: object, num_heads: int) -> Array | None:
     if value is None:
         return None
-    array = jnp.asarray(value)
+    array = as_array(name, value)
     ok = array.shape == (num_heads,) and jnp.issubdtype(array.dtype, jnp.floating)
     expect(ok, name, describe(array), f"floats of shape [H] = [{num_heads}]")
     return array.astype(jnp.float32)
@@ -316,7 +349,7 @@ def _scale(name: str, value: object, cache: Array, num_kv_heads: int) -> tuple[S
         f"a scale beside {cache_name} {describe(cache)}",
         f"none, or a quantised cache ({', '.join(QUANTIZED_DTYPES)})",
     )
-    array = jnp.asarray(value)
+    array = as_array(name, float(value) if _is_int(value) else value)  # type: ignore[arg-type]
     kinds: dict[tuple[int, ...], ScaleKind] = {cache.shape[:3]: "token", (num_kv_heads,): "head", (): "scalar"}
     expect(
         array.shape in kinds and jnp.issubdtype(array.dtype, jnp.floating),
@@ -334,7 +367,7 @@ def _new_kv(new_k: object, new_v: object, shape: tuple[int, ...], dtype: np.dtyp
     expect(new_k is not None and new_v is not None, missing, None, "both new_k and new_v, or neither")
     arrays = []
     for name, value in (("new_k", new_k), ("new_v", new_v)):
-        array = jnp.asarray(value)
+        array = as_array(name, value)
         expect(
             array.shape == shape and array.dtype == dtype,
             name,

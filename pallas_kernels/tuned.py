@@ -78,6 +78,11 @@ def is_hopper(arch: str | None) -> bool:
     return arch == "sm90"
 
 
+def before_hopper(arch: str | None) -> bool:
+    """Whether it is an NVIDIA architecture without warp-group matrix instructions."""
+    return up_to_hopper(arch) and not is_hopper(arch)
+
+
 def up_to_hopper(arch: str | None) -> bool:
     """Whether it is an NVIDIA architecture for which Triton's code can be trusted: B200 has known miscompiles."""
     return arch is not None and arch.startswith("sm") and int(arch[2:]) <= 90
