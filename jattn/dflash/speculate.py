@@ -180,7 +180,8 @@ class Speculator:
         self, prompts: Iterable[Sequence[int]], sampling: Sampling | Sequence[Sampling] | None = None
     ) -> list[Completion]:
         """Complete prompts: one call of each program for as many as slots and pages hold."""
-        return [completion for completion, _ in self._events(prompts, sampling, ALL) if completion.finished]
+        done = {n: completion for n, completion, _ in self._events(prompts, sampling, ALL)}
+        return [done[n] for n in sorted(done)]
 
     def stream(
         self,
@@ -188,8 +189,8 @@ class Speculator:
         sampling: Sampling | Sequence[Sampling] | None = None,
         *,
         cycles: int = 4,
-    ) -> Iterator[tuple[Completion, list[int]]]:
-        """Complete prompts, and hand out each one's new tokens after every few cycles.
+    ) -> Iterator[tuple[int, Completion, list[int]]]:
+        """Complete prompts, and hand out numbers of requests, what they are now, and their new tokens.
 
         Args:
           prompts: token ids.
@@ -198,7 +199,7 @@ class Speculator:
         """
         return self._events(prompts, sampling, cycles)
 
-    def _events(self, prompts: Any, sampling: Any, cycles: int) -> Iterator[tuple[Completion, list[int]]]:
+    def _events(self, prompts: Any, sampling: Any, cycles: int) -> Iterator[tuple[int, Completion, list[int]]]:
         prompts = [[int(t) for t in prompt] for prompt in prompts]
         samplings = list(sampling) if isinstance(sampling, Sequence) else [sampling or Sampling()] * len(prompts)
         expect(len(samplings) == len(prompts), "sampling", f"{len(samplings)} of them", f"{len(prompts)}, one a prompt")
@@ -214,12 +215,13 @@ class Speculator:
                 except OutOfPages:  # it waits for the next batch
                     break
             end = at + len(pages)
-            yield from self._batch(prompts[at:end], samplings[at:end], pages, cycles)
+            for i, completion, new in self._batch(prompts[at:end], samplings[at:end], pages, cycles):
+                yield at + i, completion, new
             at = end
 
     def _batch(
         self, prompts: list[list[int]], samplings: list[Sampling], pages: Any, cycles: int
-    ) -> Iterator[tuple[Completion, list[int]]]:
+    ) -> Iterator[tuple[int, Completion, list[int]]]:
         self._compile()
         requests, state = self.batch(prompts, samplings, pages)
         done = [Completion(prompt, reason="running") for prompt in prompts]
@@ -238,7 +240,7 @@ class Speculator:
                 if ended[i]:
                     stopped = completion.tokens[-1] in self._stop(samplings[i])
                     completion.reason = "stop" if stopped else "length"
-                yield completion, new
+                yield i, completion, new
             if ended.all():
                 break
             state, seconds = self._call(loop.decode, requests, state, cycles)
