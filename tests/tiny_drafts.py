@@ -14,7 +14,7 @@ from tests import tiny_models as tiny
 
 def config(**changes) -> DraftConfig:
     """A draft of two layers for `tiny.config()`, whose heads are not the target's."""
-    stack = tiny.config("qwen3", num_heads=4, num_kv_heads=1, head_dim=8, rope_theta=5000.0)
+    stack = tiny.config("qwen3", num_heads=4, num_kv_heads=1, head_dim=8, rope_theta=5000.0, eos_ids=())
     return DraftConfig(**{"decoder": stack, "taps": (1, 0), "mask_id": 1, "num_target_layers": 2} | changes)
 
 
