@@ -13,7 +13,7 @@ import numpy as np
 
 from jattn.dflash.checkpoint import load_draft
 from jattn.dflash.proposers import DFlash, NGram, Proposer, Repeat
-from jattn.dflash.speculate import Speculator, SpeculationStats
+from jattn.dflash.speculate import SpeculationStats, Speculator
 from jattn.generate import Sampling, pages_needed
 from jattn.models.loaded import LoadedModel
 from jattn.stream import OrderedPrinter
