@@ -137,7 +137,7 @@ def _add_train(add: Callable[..., argparse.ArgumentParser]) -> None:
     )
     for name, default, text in numbers:
         p.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default: {default})")
-    p.add_argument("--mask-id", type=int, metavar="N", help="the mask (default: a special token no text uses)")
+    p.add_argument("--mask-id", type=int, metavar="N", help="the mask (default: the rarest special token)")
     p.add_argument("--taps", metavar="N,N,...", help="layers to tap (default: one more than layers, evenly)")
     p.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="at its peak (default: 0.001)")
     p.add_argument("--decay", type=float, default=4.0, metavar="X", help="of the loss along a block (default: 4)")

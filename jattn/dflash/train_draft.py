@@ -34,7 +34,7 @@ class Plan:
     layers: int = 2
     block_size: int = 8
     taps: tuple[int, ...] | None = None  # None: by the rule, one more than layers
-    mask_id: int | None = None  # None: a special token that the texts never use
+    mask_id: int | None = None  # None: a special token that the texts hardly use
     sequences: int = 2048
     length: int = 256
     write_batch: int = 64
@@ -109,14 +109,14 @@ def spread(count: int) -> list[str]:
     return [prompts.HELD_OUT[i] for i in at]
 
 
-def unused_special(model: LoadedModel, tokens: np.ndarray) -> int:
-    """A token for the mask: special, in no text, neither begin nor end."""
-    used = {int(t) for t in np.unique(tokens)} | {*model.config.eos_ids, model.config.bos_id}
+def rarest_special(model: LoadedModel, tokens: np.ndarray) -> int:
+    """A token for the mask: special, neither begin nor end, and in the fewest texts, best in none."""
+    vocab = model.config.vocab_size
+    uses = np.bincount(tokens.reshape(-1), minlength=vocab)
+    taken = {*model.config.eos_ids, model.config.bos_id}
     special = [i for i, t in model.tokenizer.tokenizer.get_added_tokens_decoder().items() if t.special]
-    for token in [*sorted(special, reverse=True), model.config.vocab_size - 1]:
-        if token not in used and token < model.config.vocab_size:
-            return int(token)
-    raise ValueError("mask_id: got none, and every special token is in use; name a token that texts never use")
+    free = [i for i in [*sorted(special, reverse=True), vocab - 1] if i < vocab and i not in taken]
+    return int(min(free, key=lambda i: uses[i]))
 
 
 def draft_config(model: LoadedModel, plan: Plan, mask_id: int) -> DraftConfig:
@@ -167,10 +167,13 @@ def train_draft(model: LoadedModel, output: Path | str, plan: Plan, *, dtype: An
         tokens, counted, held = saved["tokens"], saved["counted"], (saved["held"], saved["held_counted"])
     same = tokens.shape[1] == plan.length
     expect(same, "output", f"{file} with texts of {tokens.shape[1]}", f"{plan.length} tokens; name another --output")
-    config = draft_config(model, plan, unused_special(model, tokens) if plan.mask_id is None else plan.mask_id)
+    config = draft_config(model, plan, rarest_special(model, tokens) if plan.mask_id is None else plan.mask_id)
     draft.check_fits(config, model.config)
 
     params = draft.init_params(config, jax.random.key(plan.recipe.seed))
+    # So that the target's head gives logits of spread 1 at first, whatever the size of its rows.
+    spread_of_logits = jnp.std(target.get("head", target["embed"]).astype(jnp.float32)) * len(params["norm"]) ** 0.5
+    params["norm"] = params["norm"] / spread_of_logits
     state = train.make_optimizer(plan.recipe).init(params)
     first, progress = 0, output / "progress.npz"
     if progress.exists():
