@@ -37,7 +37,8 @@ example (a few minutes on a data-centre GPU):
 
 _DEMO = """\
 Run a small real model on three prompts at once through the paged cache, then
-compare its logits with a dense forward of the same texts that has no cache.
+compare its logits with a dense forward of the same texts that has no cache,
+and write the same texts speculatively: the texts must not differ.
 
 example:
   jattn demo --max-tokens 40
@@ -108,7 +109,7 @@ def _add_generate(add: Callable[..., argparse.ArgumentParser]) -> None:
     p.add_argument(
         "--speculate",
         metavar="DRAFT",
-        help="a draft's folder, or ngram or repeat: the same text in fewer passes of the model",
+        help="ngram, repeat, draft (the package's own) or a draft's folder: the same text in fewer passes of the model",
     )
     p.add_argument(
         "--block-size", type=int, metavar="N", help="with --speculate: tokens a block (default: as trained, or 8)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,25 +12,44 @@ from typing import Any
 
 import numpy as np
 
+from jattn import dflash
 from jattn.dflash.checkpoint import load_draft
 from jattn.dflash.proposers import DFlash, NGram, Proposer, Repeat
 from jattn.dflash.speculate import SpeculationStats, Speculator
 from jattn.generate import Sampling, pages_needed
 from jattn.models.loaded import LoadedModel
 from jattn.stream import OrderedPrinter
+from pallas_kernels.request import expect
 
 MAX_SLOTS = 8
 CONTROLS: dict[str, Proposer] = {"ngram": NGram(), "repeat": Repeat()}
+DRAFTS = Path(dflash.__file__).parent / "drafts"  # those that the package brings
+
+
+def shipped_draft(model: LoadedModel) -> Path | None:
+    """The folder of the package's own draft for a model, if it has one: it is known by its target's shape."""
+    c = model.config
+    for path in sorted(DRAFTS.glob("*/config.json")):
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        shape = tuple(settings[name] for name in ("num_target_layers", "hidden_size", "vocab_size"))
+        if shape == (c.num_layers, c.hidden_size, c.vocab_size):
+            return path.parent
+    return None
 
 
 def proposer_named(name: str, model: LoadedModel) -> tuple[Proposer, Any]:
-    """A control by its name, or the draft in a folder, with its parameters.
+    """A control by its name, the package's own draft as "draft", or the draft in a folder; with its parameters.
 
     Raises:
       ValueError: there is no such draft, or it is not for this model.
     """
     if name in CONTROLS:
         return CONTROLS[name], None
+    if name == "draft":
+        own = shipped_draft(model)
+        then = "a model that the package has a draft for; name a draft's folder, ngram or repeat, or train one"
+        expect(own is not None, "speculate", f"draft, but there is none for {model.name}", then)
+        name = str(own)
     config, params = load_draft(Path(name), model.config, model.params["embed"].dtype)
     return DFlash(config), params
 
@@ -111,7 +131,6 @@ def train(args: argparse.Namespace) -> int:
     from jattn.dflash.train import Recipe
     from jattn.dflash.train_draft import Plan, train_draft
     from jattn.models.load_any import default_model, load
-    from pallas_kernels.request import expect
 
     taps = None
     if args.taps is not None:

@@ -153,6 +153,7 @@ def test_speculation_writes_the_same_text(folder, capsys, tmp_path, temperature)
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        (("--speculate", "draft"), "speculate: got draft, but there is none for tiny, expected a model that"),
         (("--speculate", "/nowhere"), "/nowhere: got no such folder"),
         (("--speculate", "ngram", "--block-size", "1"), "block_size: got 1, expected at least 2"),
         (("--speculate", "ngram", "--plot", "/nowhere/a.png", "--max-tokens", "2"), "plot: got /nowhere/a.png"),
