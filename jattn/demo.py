@@ -92,15 +92,18 @@ def _speculation_table(rows: Sequence[tuple[str, bool, SpeculationStats, Specula
     from rich.table import Table
 
     table = Table(title="Speculation: tokens a pass of the model, greedy and drawn at temperature 1")
-    names = ("proposer", "same texts", "greedy", "drawn", "passes saved", "tokens/s", "greedy, kept by position")
+    names = ("proposer", "same texts", "greedy", "drawn", "passes saved", "tokens/s")
     for name in names:
-        table.add_column(name, justify="left" if name in (names[0], names[-1]) else "right")
+        table.add_column(name, justify="left" if name == names[0] else "right")
     for name, same, greedy, drawn in rows:
         saved = f"{100 * greedy.saved:.0f} %, {100 * drawn.saved:.0f} %"
-        kept = " ".join(f"{x:.2f}" for x in greedy.acceptance)
         taus = (f"{greedy.tau:.2f}", f"{drawn.tau:.2f}")
-        table.add_row(name, "yes" if same else "NO", *taus, saved, f"{greedy.rate:.1f}", kept)
-    Console().print(table)
+        table.add_row(name, "yes" if same else "NO", *taus, saved, f"{greedy.rate:.1f}")
+    console = Console()
+    console.print(table)
+    for name, _, greedy, _ in rows:
+        kept = " ".join(f"{x:.2f}" for x in greedy.acceptance)
+        console.print(f"greedy, kept by position in the block: {kept}  {name}", highlight=False)
 
 
 def worst_difference(model: LoadedModel, completion: Completion) -> float:

@@ -24,6 +24,8 @@ from jattn.models.decoder import Params
 from jattn.models.loaded import LoadedModel
 from pallas_kernels.request import expect
 
+_MEASURED_TOKENS = 128  # of each answer
+
 Texts = tuple[np.ndarray, np.ndarray]  # tokens int32 [b, n], and which count
 
 
@@ -227,7 +229,7 @@ def measure_taus(
         "ngram": (NGram(), None),
         "repeat": (Repeat(), None),
     }
-    longest = max(map(len, asked)) + plan.length
+    longest = max(map(len, asked)) + _MEASURED_TOKENS
     result: dict[str, Any] = {}
     for kind, heat in (("greedy", 0.0), ("drawn", 1.0)):
         entry: dict[str, Any] = {}
@@ -236,7 +238,7 @@ def measure_taus(
                 target,
                 model.config,
                 asked,
-                Sampling(plan.length, heat, plan.recipe.seed),
+                Sampling(_MEASURED_TOKENS, heat, plan.recipe.seed),
                 proposer=proposer,
                 drafting=extra,
                 block_size=plan.block_size,
