@@ -188,10 +188,11 @@ def train_draft(model: LoadedModel, output: Path | str, plan: Plan, *, dtype: An
         for number in range(first, plan.recipe.steps):
             params, state, loss, _ = step(params, state, target, *data, jnp.int32(number))
             last = number + 1 == plan.recipe.steps
-            if number % 20 == 0 or last:
+            saving = (number + 1) % plan.save_every == 0 or last
+            if number % 20 == 0 or saving:
                 losses.append(float(loss))
                 bar.update(number + 1, plan.recipe.steps, f"loss {losses[-1]:.3f}")
-            if (number + 1) % plan.save_every == 0 or last:
+            if saving:
                 train.save_progress(progress, params, state, number + 1)
                 save_draft(output, config, params)
                 lost, share = measure()
