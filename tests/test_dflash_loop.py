@@ -90,17 +90,18 @@ def drafted():
 
 @dataclasses.dataclass(frozen=True)
 class Recording(DFlash):
-    """Keeps its last drafts in its state."""
+    """Keeps its last drafts in its state, and its pages as they were before the last append."""
 
     def init(self, num_pages, page_size, dtype):
-        return super().init(num_pages, page_size, dtype), jnp.zeros((6, 7), jnp.int32)
+        before, now = (super(Recording, self).init(num_pages, page_size, dtype) for _ in range(2))
+        return now, jnp.zeros((6, 7), jnp.int32), before
 
     def observe(self, params, state, view, tapped, keep):
-        return super().observe(params, state[0], view, tapped, keep), state[1]
+        return super().observe(params, state[0], view, tapped, keep), state[1], state[0]
 
     def propose(self, params, state, view, block_size):
         drafts, cache = super().propose(params, state[0], view, block_size)
-        return drafts, (cache, drafts)
+        return drafts, (cache, drafts, state[2])
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
@@ -231,6 +232,9 @@ def test_the_drafts_context_is_that_of_the_text(drafted):
                 full = np.asarray(want[:, layer]).reshape(6, MAX_LEN, *have.shape[2:])
                 full = np.where(np.arange(MAX_LEN)[None, :, None, None] < seen_now[:, None, None, None], full, 0)
                 np.testing.assert_allclose(have, full, rtol=0, atol=1e-4)
+        for now, before in zip(jax.tree.leaves(cache), jax.tree.leaves(state.drafter[2]), strict=True):
+            text = owned(requests, state, 4, now)[..., None, None]
+            np.testing.assert_array_equal(np.where(text, 0, now), np.where(text, 0, before))
         seen.append(seen_now)
         return state
 
