@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jattn import gather_pages
-from jattn.dflash import draft, loop, speculate
+from jattn.dflash import draft, loop
 from jattn.dflash.proposers import DFlash, Oracle
-from jattn.dflash.speculate import ALL, Speculator
+from jattn.dflash.speculate import ALL, Speculator, speculate
 from jattn.generate import Generator, Sampling
 from jattn.metadata import AttentionMetadata
 from jattn.models.decoder import create_cache, forward
@@ -371,4 +371,4 @@ def test_bad_drafts(drafted):
     with pytest.raises(ValueError, match="draft num_target_layers: got 3, expected 2"):
         make(DFlash(other), weights)
     with pytest.raises(ValueError, match="block_size: got 8, expected 1 without a proposer"):
-        speculate.speculate(tiny.params(CONFIG), CONFIG, prompts(), block_size=8)
+        speculate(tiny.params(CONFIG), CONFIG, prompts(), block_size=8)
