@@ -178,6 +178,7 @@ def test_a_draft_can_be_trained_and_used(folder, capsys, tmp_path):
     assert "greedy: tokens a block: draft" in text and "Writing texts, 16 of 16" in err
     code, text, err = run(capsys, *arguments, "--steps", "4")  # goes on: no text is written again
     assert code == 0 and "Writing" not in err and "step 4: loss" in err and "step 2" not in err
+    assert "| greedy |" in (tmp_path / "draft" / "README.md").read_text()
     code, _, err = run(capsys, "generate", "the", "--model", folder, "--speculate", out, "--stats", "--max-tokens", "8")
     assert code == 0 and "of at most 4" in err
 

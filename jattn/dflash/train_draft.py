@@ -16,6 +16,7 @@ import numpy as np
 from jattn.dflash import draft, prompts, teacher, train
 from jattn.dflash.checkpoint import save_draft
 from jattn.dflash.draft import DraftConfig
+from jattn.dflash.model_card import model_card
 from jattn.dflash.proposers import DFlash, NGram, Proposer, Repeat
 from jattn.dflash.speculate import speculate
 from jattn.dflash.train import Recipe
@@ -208,9 +209,13 @@ def train_draft(model: LoadedModel, output: Path | str, plan: Plan, *, dtype: An
         "texts": len(tokens),
         "answer_tokens": int(counted.sum()),
         "recipe": dataclasses.asdict(plan.recipe),
+        "questions": plan.measured,
+        "measured_tokens": _MEASURED_TOKENS,
         "measured": measure_taus(model, target, config, params, spread(plan.measured), plan),
     }
     (output / "training.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    count = sum(x.size for x in jax.tree.leaves(params))
+    (output / "README.md").write_text(model_card(model.name, config, report, count), encoding="utf-8")
     return report
 
 
@@ -227,6 +232,7 @@ def measure_taus(
     drafting = {"draft": jax.tree.map(lambda x: x.astype(target["embed"].dtype), weights), "target": target}
     proposers: dict[str, tuple[Proposer, Any]] = {
         "draft": (DFlash(config), drafting),
+        "causal": (DFlash(dataclasses.replace(config, causal=True)), drafting),
         "ngram": (NGram(), None),
         "repeat": (Repeat(), None),
     }
