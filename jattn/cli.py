@@ -1,4 +1,4 @@
-"""The command line: `jattn generate`, `jattn demo`, `jattn explain`."""
+"""The command line: `jattn generate`, `jattn train-draft`, `jattn demo`, `jattn explain`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,25 @@ examples:
   jattn generate --chat "What is the capital of France?"
   jattn generate "Once upon a time" "def fibonacci(n):" --max-tokens 40
   jattn generate "The sea" --temperature 0.8 --seed 7 --stats
+  jattn generate --chat "Name three rivers." --speculate ngram --stats
   jattn generate --model ~/models/Qwen3-0.6B --dtype bfloat16 "Hello"
+"""
+
+_TRAIN = """\
+Train a DFlash draft for a model: the model writes texts (questions of its own,
+and answers), a small draft learns to fill blocks of masks in them, and its
+acceptance is measured on questions that it was not trained on. Stopped, it goes
+on when run again. The folder then serves `jattn generate --speculate FOLDER`.
+
+example (a few minutes on a data-centre GPU):
+  jattn train-draft draft --dtype bfloat16 --sequences 16384 --length 384 \\
+    --write-batch 512 --steps 8000 --batch 32 --anchors 48
 """
 
 _DEMO = """\
 Run a small real model on three prompts at once through the paged cache, then
-compare its logits with a dense forward of the same texts that has no cache.
+compare its logits with a dense forward of the same texts that has no cache,
+and write the same texts speculatively: the texts must not differ.
 
 example:
   jattn demo --max-tokens 40
@@ -70,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] in ("jattn", "backends", "pallas_kernels"):
             raise
-        print(f"jattn: error: models need the package {error.name}: pip install 'jattn[models]'", file=sys.stderr)
+        extra = {"optax": "train", "matplotlib": "plot"}.get(error.name.partition(".")[0], "models")
+        print(f"jattn: error: this needs the package {error.name}: pip install 'jattn[{extra}]'", file=sys.stderr)
         return 1
     except ValueError as error:
         print(f"jattn: error: {error}", file=sys.stderr)
@@ -81,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     form = functools.partial(argparse.RawDescriptionHelpFormatter, width=80, max_help_position=24)
     parser = argparse.ArgumentParser("jattn", description="Paged attention for JAX.", formatter_class=form)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_generate, _add_demo, _add_explain):
+    for add in (_add_generate, _add_train, _add_demo, _add_explain):
         add(functools.partial(commands.add_parser, formatter_class=form))
     return parser
 
@@ -104,7 +118,47 @@ def _add_generate(add: Callable[..., argparse.ArgumentParser]) -> None:
         default="float32",
         help="of weights and cache (default: float32)",
     )
+    p.add_argument(
+        "--speculate",
+        metavar="DRAFT",
+        help="ngram, repeat, draft (the package's own) or a draft's folder: the same text in fewer passes of the model",
+    )
+    p.add_argument(
+        "--block-size", type=int, metavar="N", help="with --speculate: tokens a block (default: as trained, or 8)"
+    )
+    p.add_argument("--plot", metavar="FILE", help="with --speculate: draw acceptance by position")
     p.set_defaults(run=_generate)
+
+
+def _add_train(add: Callable[..., argparse.ArgumentParser]) -> None:
+    p = add("train-draft", help="train a draft for --speculate", description=_TRAIN)
+    p.add_argument("output", metavar="FOLDER", help="where the draft goes, and what resuming needs")
+    p.add_argument("--model", metavar="PATH", help=_MODEL)
+    numbers = (
+        ("layers", 2, "of the draft"),
+        ("block-size", 8, "tokens a block, its anchor included"),
+        ("sequences", 2048, "texts to write"),
+        ("length", 256, "tokens a text"),
+        ("write-batch", 64, "texts written at once"),
+        ("held-out", 64, "questions to measure on while training"),
+        ("measured", 16, "questions to decode at the end"),
+        ("steps", 1000, "of training"),
+        ("batch", 16, "texts a step"),
+        ("anchors", 48, "blocks a text and step"),
+        ("save-every", 500, "steps between savings"),
+        ("seed", 0, "of everything"),
+    )
+    for name, default, text in numbers:
+        p.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default: {default})")
+    p.add_argument("--mask-id", type=int, metavar="N", help="the mask (default: the rarest special token)")
+    p.add_argument("--taps", metavar="N,N,...", help="layers to tap (default: one more than layers, evenly)")
+    p.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="at its peak (default: 0.001)")
+    p.add_argument("--decay", type=float, default=4.0, metavar="X", help="of the loss along a block (default: 4)")
+    p.add_argument("--soft", type=float, default=0.5, metavar="X", help="share of soft labels (default: 0.5)")
+    p.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="to compute in (default: float32)"
+    )
+    p.set_defaults(run=_train_draft)
 
 
 def _add_demo(add: Callable[..., argparse.ArgumentParser]) -> None:
@@ -137,6 +191,13 @@ def _generate(args: argparse.Namespace) -> int:
     if args.chat:
         encode = lambda text: model.tokenizer.encode_chat([{"role": "user", "content": text}])  # noqa: E731
     prompts = [encode(text) for text in args.prompts]
+    for name in ("block_size", "plot"):
+        flag = f"--{name.replace('_', '-')}"
+        expect(args.speculate or getattr(args, name) is None, name, flag, "--speculate beside it")
+    if args.speculate:
+        from jattn import speculate_command
+
+        return speculate_command.run(args, model, prompts, sampling)
     slots = min(len(prompts), MAX_SLOTS)
     limit = model.config.max_position_embeddings
     needs = sorted(pages_needed(len(p), sampling, args.page_size, limit) for p in prompts)
@@ -171,6 +232,12 @@ def _stats(wanted: bool, generator: object) -> Iterator[None]:
                 f"cache {s.pages_peak} of {s.pages} pages at the peak, {s.pages_used} now",
                 file=sys.stderr,
             )
+
+
+def _train_draft(args: argparse.Namespace) -> int:
+    from jattn import speculate_command
+
+    return speculate_command.train(args)
 
 
 def _demo(args: argparse.Namespace) -> int:

@@ -1,17 +1,20 @@
-"""A small real model on three prompts at once, checked against a dense forward."""
+"""A small real model on three prompts at once, checked against a dense forward; then the same texts speculatively."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.generate import Completion, Generator, Sampling
+from jattn.dflash.speculate import SpeculationStats, Speculator
+from jattn.generate import Completion, Generator, Sampling, generate
 from jattn.models.dense import dense_forward
 from jattn.models.load_any import load
 from jattn.models.loaded import LoadedModel
+from jattn.speculate_command import CONTROLS, proposer_named, shipped_draft
 from jattn.stream import OrderedPrinter
 
 PROMPTS = (
@@ -32,7 +35,7 @@ def run(path: Path | str, max_tokens: int = 64) -> int:
       max_tokens: of each answer.
 
     Returns:
-      0, or 1 if a logit differs from the dense forward's by more than `TOLERANCE`.
+      0, or 1 if a logit differs from the dense forward's by more than `TOLERANCE`, or a speculative text from plain one.
     """
     sampling = Sampling(max_tokens)
     sampling.check()
@@ -51,7 +54,56 @@ def run(path: Path | str, max_tokens: int = 64) -> int:
     print("\nComparing with a dense, cache-free forward ...\n", flush=True)
     worst = [worst_difference(model, completion) for completion in generator.completions]
     _table(generator, worst)
-    return int(max(worst) > TOLERANCE)
+    same = speculation(model, generator.completions, max_tokens)
+    return int(max(worst) > TOLERANCE or not same)
+
+
+def speculation(model: LoadedModel, greedy: Sequence[Completion], max_tokens: int) -> bool:
+    """The same prompts with every proposer, greedy and drawn, and a table; whether all texts are the plain ones.
+
+    Args:
+      model: the model.
+      greedy: what plain decoding made of the prompts.
+      max_tokens: of each answer.
+    """
+    prompts = [c.prompt for c in greedy]
+    drawing = Sampling(max_tokens, 1.0, seed=1)
+    drawn = generate(model.params, model.config, prompts, drawing, num_slots=3, step_tokens=64, max_len=512)
+    plain = [[c.tokens for c in done] for done in (greedy, drawn)]
+    names = [*CONTROLS, *(["draft"] if shipped_draft(model) else [])]
+    rows: list[tuple[str, bool, SpeculationStats, SpeculationStats]] = []
+    for name in names:
+        print(f"Speculating with {name} ...", flush=True)
+        proposer, drafting = proposer_named(name, model)
+        all_stats, same = [], True
+        for sampling, want in zip((Sampling(max_tokens), drawing), plain, strict=True):
+            speculator = Speculator(
+                model.params, model.config, proposer, drafting, num_slots=3, step_tokens=64, max_len=512
+            )
+            same = same and [c.tokens for c in speculator.run(prompts, sampling)] == want
+            all_stats.append(speculator.stats)
+        rows.append((name, same, all_stats[0], all_stats[1]))
+    _speculation_table(rows)
+    return all(row[1] for row in rows)
+
+
+def _speculation_table(rows: Sequence[tuple[str, bool, SpeculationStats, SpeculationStats]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Speculation: tokens a pass of the model, greedy and drawn at temperature 1")
+    names = ("proposer", "same texts", "greedy", "drawn", "passes saved", "tokens/s")
+    for name in names:
+        table.add_column(name, justify="left" if name == names[0] else "right")
+    for name, same, greedy, drawn in rows:
+        saved = f"{100 * greedy.saved:.0f} %, {100 * drawn.saved:.0f} %"
+        taus = (f"{greedy.tau:.2f}", f"{drawn.tau:.2f}")
+        table.add_row(name, "yes" if same else "NO", *taus, saved, f"{greedy.rate:.1f}")
+    console = Console()
+    console.print(table)
+    for name, _, greedy, _ in rows:
+        kept = " ".join(f"{x:.2f}" for x in greedy.acceptance)
+        console.print(f"greedy, kept by position in the block: {kept}  {name}", highlight=False)
 
 
 def worst_difference(model: LoadedModel, completion: Completion) -> float:

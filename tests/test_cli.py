@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -11,7 +12,9 @@ import time
 import pytest
 
 from jattn import cli
+from jattn.dflash import checkpoint
 from jattn.models import load_any
+from tests import tiny_drafts
 from tests import tiny_models as tiny
 
 pytestmark = pytest.mark.xdist_group("cli")  # they share compiled programs
@@ -78,7 +81,9 @@ def test_without_the_extra_it_says_what_to_install(folder, capsys, monkeypatch):
     assert code == 1 and "pip install 'jattn[models]'" in err
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("generate", "--help"), ("demo", "--help")])
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("generate", "--help"), ("demo", "--help"), ("train-draft", "--help")]
+)
 def test_help_fits_80_columns(capsys, arguments):
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)
@@ -141,3 +146,68 @@ def test_explain_prints_every_backend_with_its_reasons(capsys):
 def test_explain_fails_where_no_backend_can_run(capsys):
     assert cli.main(["explain", "--platform", "sm90", "--backend", "FLASHINFER", "--head-size", "80"]) == 1
     assert "head_size" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_speculation_writes_the_same_text(folder, capsys, tmp_path, temperature):
+    model = load_any.load(folder)
+    stack = dataclasses.replace(tiny_drafts.config().decoder, vocab_size=model.config.vocab_size)
+    config = tiny_drafts.config(decoder=stack, block_size=8)
+    draft = str(checkpoint.save_draft(tmp_path / "draft", config, tiny_drafts.params(tiny_drafts.config())))
+    options = ("in there", "a", "--model", folder, "--max-tokens", "20", "--temperature", temperature)
+    plain = run(capsys, "generate", *options)
+    for name in ("ngram", "repeat", draft):
+        picture = tmp_path / "picture.png"
+        code, out, err = run(capsys, "generate", *options, "--speculate", name, "--stats", "--plot", str(picture))
+        assert (code, out) == plain[:2]
+        assert "acceptance length 1." in err and "of at most 8; by position" in err and "passes saved" in err
+        assert picture.read_bytes()[:4] == b"\x89PNG"
+        picture.unlink()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--speculate", "draft"), "speculate: got draft, but there is none for tiny, expected a model that"),
+        (("--speculate", "/nowhere"), "/nowhere: got no such folder"),
+        (("--speculate", "ngram", "--block-size", "1"), "block_size: got 1, expected at least 2"),
+        (("--speculate", "ngram", "--plot", "/nowhere/a.png", "--max-tokens", "2"), "plot: got /nowhere/a.png"),
+        (("--block-size", "4"), "block_size: got --block-size, expected --speculate beside it"),
+        (("--plot", "a.png"), "plot: got --plot, expected --speculate beside it"),
+    ],
+)
+def test_bad_speculation_is_one_line(folder, capsys, arguments, text):
+    code, _, err = run(capsys, "generate", "a", "--model", folder, *arguments)
+    assert code == 1 and text in err and err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_draft_can_be_trained_and_used(folder, capsys, tmp_path):
+    """All of it, small: write texts, train, stop, go on, measure, generate."""
+    out = str(tmp_path / "draft")
+    small = "--sequences 12 --length 112 --write-batch 16 --held-out 4 --measured 2 --batch 4 --anchors 4 --layers 1"
+    small += " --taps 0,1 --block-size 4 --save-every 2"
+    arguments = ["train-draft", out, "--model", folder, *small.split()]
+    code, text, err = run(capsys, *arguments, "--steps", "2")
+    assert code == 0, err
+    assert "greedy: tokens a block: draft" in text and "Writing texts, 16 of 16" in err
+    code, text, err = run(capsys, *arguments, "--steps", "4")  # goes on: no text is written again
+    assert code == 0 and "Writing" not in err and "step 4: loss" in err and "step 2" not in err
+    assert "| greedy |" in (tmp_path / "draft" / "README.md").read_text()
+    code, _, err = run(capsys, "generate", "the", "--model", folder, "--speculate", out, "--stats", "--max-tokens", "8")
+    assert code == 0 and "of at most 4" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--steps", "0"), "steps: got 0, expected a positive number"),
+        (("--block-size", "1"), "block_size: got 1, expected at least 2"),
+        (("--taps", "a,b"), "taps: got 'a,b', expected layers with commas between"),
+        (("--held-out", "1000"), "held_out: got 1000"),
+        (("--length", "20"), "length: got 20, expected more than the"),
+    ],
+)
+def test_bad_training_is_one_line(folder, capsys, tmp_path, arguments, text):
+    code, _, err = run(capsys, "train-draft", str(tmp_path / "x"), "--model", folder, *arguments)
+    assert code == 1 and text in err and err.count("\n") == 1

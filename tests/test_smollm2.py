@@ -116,3 +116,4 @@ def test_the_demo(capsys):
     assert demo.run(models.default_model(), max_tokens=8) == 0
     out = capsys.readouterr().out
     assert "The capital of France is Paris." in out and "decode tokens/s" in out and "within 0.001" in out
+    assert "Speculation" in out and "NO" not in out.split("Speculation", 1)[1]

@@ -47,14 +47,14 @@ def load_huggingface(path: Path | str, dtype: Any = np.float32) -> LoadedModel:
     if not path.is_dir():
         came = "a file" if path.exists() else "no such folder"
         raise stop(path, came, "a folder with config.json, tokenizer.json and safetensors", "check the path")
-    settings = _json(path / "config.json")
+    settings = read_json(path / "config.json")
     config = read_config(path / "config.json", settings, _optional_json(path / "generation_config.json"))
     tokenizer = _tokenizer(path)
     with Progress(f"Loading {path.name}") as progress, contextlib.ExitStack() as files:
-        where = _open_tensors(path, files)
+        where = open_tensors(path, files)
 
         def read(name: str, layer: int | None, shape: tuple[int, ...]) -> np.ndarray:
-            return _read(path, where, TENSORS[name].format(layer), shape)
+            return read_tensor(path, where, TENSORS[name].format(layer), shape)
 
         params = read_params(config, read, dtype, progress)
     return LoadedModel(path.resolve().name, config, params, tokenizer)
@@ -95,7 +95,7 @@ def read_config(path: Path, settings: dict[str, Any], generation: dict[str, Any]
             raise stop(path, name, "a model without them", "this decoder does not have them yet; take another model")
     hidden, heads = get("hidden_size", int), get("num_attention_heads", int)
     head_dim = get("head_dim", int, hidden // max(heads, 1))
-    theta, factors = _rope(path, settings, head_dim)
+    theta, factors = read_rope(path, settings, head_dim)
     bias = get("attention_bias", bool, kind == "qwen2")
     eos = (generation or {}).get("eos_token_id", settings.get("eos_token_id"))
     return DecoderConfig(
@@ -120,7 +120,7 @@ def read_config(path: Path, settings: dict[str, Any], generation: dict[str, Any]
     )
 
 
-def _rope(path: Path, settings: dict[str, Any], head_dim: int) -> tuple[float, tuple[float, ...] | None]:
+def read_rope(path: Path, settings: dict[str, Any], head_dim: int) -> tuple[float, tuple[float, ...] | None]:
     # transformers 5 moved theta and the scaling into one dictionary.
     scaling = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     theta = float(scaling.get("rope_theta", settings.get("rope_theta", 10000.0)))
@@ -139,7 +139,7 @@ def _rope(path: Path, settings: dict[str, Any], head_dim: int) -> tuple[float, t
     raise stop(path, f"RoPE scaling {kind!r}", known, "remove it, if you stay within the trained length")
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise stop(path, "no such file", "it beside the model's other files", "download it too")
     try:
@@ -152,16 +152,16 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _optional_json(path: Path) -> dict[str, Any] | None:
-    return _json(path) if path.is_file() else None
+    return read_json(path) if path.is_file() else None
 
 
-def _open_tensors(folder: Path, files: contextlib.ExitStack) -> dict[str, tuple[Path, Any]]:
+def open_tensors(folder: Path, files: contextlib.ExitStack) -> dict[str, tuple[Path, Any]]:
     """From a tensor's name to its file, path and opened."""
     from safetensors import SafetensorError, safe_open
 
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = _json(index).get("weight_map")
+        names = read_json(index).get("weight_map")
         if not isinstance(names, dict):
             raise stop(index, "no weight_map", "one from tensor names to files", _AGAIN)
         paths = sorted({folder / name for name in names.values()})
@@ -182,7 +182,7 @@ def _open_tensors(folder: Path, files: contextlib.ExitStack) -> dict[str, tuple[
     return where
 
 
-def _read(folder: Path, where: dict[str, tuple[Path, Any]], name: str, shape: tuple[int, ...]) -> np.ndarray:
+def read_tensor(folder: Path, where: dict[str, tuple[Path, Any]], name: str, shape: tuple[int, ...]) -> np.ndarray:
     if name not in where:
         among = f"it among the {len(where)} tensors"
         raise stop(folder, f"no tensor {name}", among, "check that config.json belongs to these weights")
@@ -201,7 +201,7 @@ def _tokenizer(folder: Path) -> TextTokenizer:
     import tokenizers
 
     path = folder / "tokenizer.json"
-    _json(path)
+    read_json(path)
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:

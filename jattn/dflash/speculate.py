@@ -1,0 +1,299 @@
+"""Requests in, tokens out, speculatively: the host side of `jattn.dflash.loop`."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.dflash import loop
+from jattn.dflash.draft import check_fits
+from jattn.dflash.loop import Requests, Setting, State
+from jattn.dflash.proposers import DFlash, Proposer, Repeat
+from jattn.generate import Completion, Sampling, room
+from jattn.models.decoder import DecoderConfig, Params
+from jattn.page_allocator import OutOfPages, PageAllocator
+from pallas_kernels.request import expect
+
+ALL = 2**30  # cycles
+
+
+@dataclasses.dataclass
+class SpeculationStats:
+    """Counts of a speculator's life."""
+
+    passes: int = 0  # of the target, over blocks of the whole batch
+    prefill_passes: int = 0
+    cycles: int = 0  # blocks, of all requests
+    tokens: int = 0  # that came from blocks; the first of each request comes from its prompt
+    offered: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))  # [N]
+    accepted: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
+    seconds: float = 0.0  # of blocks
+    prefill_seconds: float = 0.0
+    compile_seconds: float = 0.0  # in neither
+    calls: int = 0  # of compiled programs
+
+    @property
+    def tau(self) -> float:
+        """Acceptance length: tokens a block and request; 1 is plain decoding, the block size the most."""
+        return self.tokens / self.cycles if self.cycles else 0.0
+
+    @property
+    def acceptance(self) -> np.ndarray:
+        """[N]: share of the blocks that had a j-th draft in which it was kept."""
+        return self.accepted / np.maximum(self.offered, 1)
+
+    @property
+    def saved(self) -> float:
+        """Share of the target's passes, counted for each request, that plain decoding needs beyond these."""
+        return 1 - self.cycles / self.tokens if self.tokens else 0.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second from blocks."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+class Speculator:
+    """A model, a proposer and a pool; runs batches of requests of one shape, so that two programs serve all."""
+
+    def __init__(
+        self,
+        params: Params,
+        config: DecoderConfig,
+        proposer: Proposer | None = None,
+        drafting: Any = None,
+        *,
+        block_size: int | None = None,
+        num_slots: int = 4,
+        step_tokens: int = 128,
+        page_size: int = 16,
+        num_pages: int | None = None,
+        max_len: int | None = None,
+        cache_dtype: Any = None,
+        implementation: str | None = None,
+    ) -> None:
+        """Check that target and draft fit.
+
+        Args:
+          params: the target's weights.
+          config: the target.
+          proposer: what drafts; None decodes plainly, in the same loop with blocks of one.
+          drafting: the proposer's parameters; for `DFlash` those of the draft (the target's are added), or
+            {"draft": ..., "target": ...}.
+          block_size: anchor and drafts; by default what the draft was trained for, else 8.
+          num_slots: S, requests at once.
+          step_tokens: rows of a step that works on prompts.
+          page_size: tokens a page.
+          num_pages: pages of each pool; by default enough for S requests of `max_len`.
+          max_len: longest prompt plus text; by default the model's context, at most 1024.
+          cache_dtype: of both caches; the weights' by default.
+          implementation: as in `jattn.attend`.
+
+        Raises:
+          ValueError: a size does not fit, or the draft is not for this target.
+        """
+        plain = proposer is None
+        trained = proposer.config.block_size if isinstance(proposer, DFlash) else None
+        block_size = (1 if plain else trained or 8) if block_size is None else block_size
+        if plain:
+            expect(block_size == 1, "block_size", block_size, "1 without a proposer; name one to speculate")
+        else:
+            expect(block_size >= 2, "block_size", block_size, "at least 2: an anchor and one draft")
+        if trained is not None and block_size > trained:
+            text = f"block_size: got {block_size}, but the draft was trained for {trained}; expect less acceptance"
+            warnings.warn(text, UserWarning, stacklevel=2)
+        if isinstance(proposer, DFlash):
+            check_fits(proposer.config, config)
+            drafting = drafting if "draft" in drafting else {"draft": drafting, "target": params}
+        sizes = {"num_slots": num_slots, "page_size": page_size, "step_tokens": step_tokens}
+        for name, size in sizes.items():
+            expect(size > 0, name, size, "a positive number")
+        limit = config.max_position_embeddings
+        self.max_len = min(limit, 1024) if max_len is None else max_len
+        expect(0 < self.max_len <= limit, "max_len", self.max_len, f"a length in [1, {limit}], the model's context")
+        self.max_pages = -(-self.max_len // page_size)
+        self.num_pages = num_slots * self.max_pages if num_pages is None else num_pages
+        expect(self.num_pages > 0, "num_pages", self.num_pages, "a positive number of pages")
+        self.params, self.drafting = params, drafting
+        self.setting = Setting(config, proposer or Repeat(), block_size, step_tokens, implementation)
+        self.num_slots, self.page_size = num_slots, page_size
+        self.dtype = params["embed"].dtype if cache_dtype is None else cache_dtype
+        self.stats = SpeculationStats()
+
+    def check(self, prompt: Sequence[int], sampling: Sampling) -> int:
+        """Pages that a request needs, its blocks included.
+
+        Raises:
+          ValueError: it can never run. Nothing has been written then.
+        """
+        sampling.check()
+        vocab = self.setting.config.vocab_size
+        expect(len(prompt) > 0, "prompt", "no tokens", "at least one; write something, or use the chat format")
+        bad = [t for t in prompt if not 0 <= t < vocab]
+        expect(not bad, "prompt", f"the token {bad[:1]}", f"ids in [0, {vocab}); use this model's tokenizer")
+        longest = (
+            f"at most {self.max_len - 1} tokens, so that one more fits {self.max_len}; shorten it or raise max_len"
+        )
+        expect(len(prompt) < self.max_len, "prompt", f"{len(prompt)} tokens", longest)
+        need = -(-room(len(prompt), sampling, self.max_len) // self.page_size)
+        came = f"{len(prompt)} tokens and up to {sampling.max_tokens} more with their blocks, which take {need} pages"
+        fits = f"at most the pool's {self.num_pages}; shorten it, lower max_tokens or give more pages"
+        expect(need <= self.num_pages, "prompt", came, fits)
+        return need
+
+    def batch(
+        self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], pages: Sequence[Sequence[int]]
+    ) -> tuple[Requests, State]:
+        """A batch before its first step.
+
+        Args:
+          prompts: at most `num_slots`.
+          samplings: one for each.
+          pages: page ids for each, that nobody else owns.
+        """
+        size, count = self.num_slots, len(prompts)
+        tokens, table = np.zeros((size, self.max_len), np.int32), np.full((size, self.max_pages), -1, np.int32)
+        stops = [self._stop(s) for s in samplings]
+        stop = np.full((size, max([4, *map(len, stops)])), -1, np.int32)
+        lens, total, seed = np.zeros((3, size), np.int32)
+        temperature = np.zeros(size, np.float32)
+        for i, (prompt, s) in enumerate(zip(prompts, samplings, strict=True)):
+            tokens[i, : len(prompt)], table[i, : len(pages[i])], stop[i, : len(stops[i])] = prompt, pages[i], stops[i]
+            lens[i], total[i] = len(prompt), room(len(prompt), s, self.max_len) + 1
+            temperature[i], seed[i] = s.temperature, s.seed
+        arrays = [jnp.asarray(x) for x in (lens, total, table, temperature, seed, stop)]
+        done = jnp.arange(size) >= count
+        state = loop.new_state(self.setting, jnp.asarray(tokens), done, self.num_pages, self.page_size, self.dtype)
+        return Requests(*arrays), state
+
+    def _stop(self, sampling: Sampling) -> tuple[int, ...]:
+        return self.setting.config.eos_ids if sampling.stop is None else sampling.stop
+
+    def run(
+        self, prompts: Iterable[Sequence[int]], sampling: Sampling | Sequence[Sampling] | None = None
+    ) -> list[Completion]:
+        """Complete prompts: one call of each program for as many as slots and pages hold."""
+        done = {n: completion for n, completion, _ in self._events(prompts, sampling, ALL)}
+        return [done[n] for n in sorted(done)]
+
+    def stream(
+        self,
+        prompts: Iterable[Sequence[int]],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        cycles: int = 4,
+    ) -> Iterator[tuple[int, Completion, list[int]]]:
+        """Complete prompts, and hand out numbers of requests, what they are now, and their new tokens.
+
+        Args:
+          prompts: token ids.
+          sampling: of all of them, or one for each.
+          cycles: between two looks; each is a round trip to the host.
+        """
+        return self._events(prompts, sampling, cycles)
+
+    def _events(self, prompts: Any, sampling: Any, cycles: int) -> Iterator[tuple[int, Completion, list[int]]]:
+        prompts = [[int(t) for t in prompt] for prompt in prompts]
+        samplings = list(sampling) if isinstance(sampling, Sequence) else [sampling or Sampling()] * len(prompts)
+        expect(len(samplings) == len(prompts), "sampling", f"{len(samplings)} of them", f"{len(prompts)}, one a prompt")
+        needs = [self.check(prompt, s) for prompt, s in zip(prompts, samplings, strict=True)]
+        at = 0
+        while at < len(prompts):
+            allocator = PageAllocator(self.num_pages, self.page_size)
+            pages: list[tuple[int, ...]] = []
+            while at + len(pages) < len(prompts) and len(pages) < self.num_slots:
+                try:
+                    tokens = needs[at + len(pages)] * self.page_size
+                    pages.append(allocator.allocate(len(pages), tokens))
+                except OutOfPages:  # it waits for the next batch
+                    break
+            end = at + len(pages)
+            for i, completion, new in self._batch(prompts[at:end], samplings[at:end], pages, cycles):
+                yield at + i, completion, new
+            at = end
+
+    def _batch(
+        self, prompts: list[list[int]], samplings: list[Sampling], pages: Any, cycles: int
+    ) -> Iterator[tuple[int, Completion, list[int]]]:
+        self._compile()
+        requests, state = self.batch(prompts, samplings, pages)
+        done = [Completion(prompt, reason="running") for prompt in prompts]
+        state, seconds = self._call(loop.prefill, requests, state)
+        stats = self.stats
+        stats.prefill_seconds += seconds
+        prefill_passes = int(state.passes)
+        stats.prefill_passes += prefill_passes
+        while True:
+            ended, context, tokens = (np.asarray(x) for x in (state.done, state.context, state.tokens))
+            for i, completion in enumerate(done):
+                if completion.finished:
+                    continue
+                new = tokens[i, len(completion.prompt) + len(completion.tokens) : context[i] + 1].tolist()
+                completion.tokens.extend(new)
+                if ended[i]:
+                    stopped = completion.tokens[-1] in self._stop(samplings[i])
+                    completion.reason = "stop" if stopped else "length"
+                yield i, completion, new
+            if ended.all():
+                break
+            state, seconds = self._call(loop.decode, requests, state, cycles)
+            stats.seconds += seconds
+        stats.passes += int(state.passes) - prefill_passes
+        stats.cycles += int(state.cycles.sum())
+        stats.tokens += sum(len(c.tokens) - 1 for c in done)
+        width = self.setting.block_size - 1
+        for name in ("offered", "accepted"):
+            before = getattr(stats, name)
+            total = np.asarray(getattr(state, name)).sum(0, dtype=np.int64)
+            setattr(stats, name, total + (before if len(before) == width else 0))
+
+    def _compile(self) -> None:
+        if self.stats.calls:
+            return
+        start = time.perf_counter()
+        requests, state = self.batch([], [], [])  # nothing to do: the loops end at once
+        state, _ = self._call(loop.prefill, requests, state)
+        self._call(loop.decode, requests, state, ALL)
+        self.stats.compile_seconds += time.perf_counter() - start
+
+    def _call(self, program: Any, requests: Requests, state: State, cycles: int | None = None) -> tuple[State, float]:
+        start = time.perf_counter()
+        extra = () if cycles is None else (jnp.int32(cycles),)
+        state = jax.block_until_ready(program(self.params, self.drafting, self.setting, requests, state, *extra))
+        self.stats.calls += 1
+        return state, time.perf_counter() - start
+
+
+def speculate(
+    params: Params,
+    config: DecoderConfig,
+    prompts: Iterable[Sequence[int]],
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    *,
+    proposer: Proposer | None = None,
+    drafting: Any = None,
+    **options: Any,
+) -> tuple[list[Completion], SpeculationStats]:
+    """Complete some prompts, exactly as `jattn.generate.generate` would, in fewer passes of the target.
+
+    Args:
+      params: the target's weights.
+      config: the target.
+      prompts: token ids.
+      sampling: of all of them, or one for each.
+      proposer: what drafts; None decodes plainly.
+      drafting: the proposer's parameters.
+      **options: of `Speculator`.
+
+    Raises:
+      ValueError: a prompt cannot run, or the draft is not for this target; nothing has run then.
+    """
+    speculator = Speculator(params, config, proposer, drafting, **options)
+    return speculator.run(prompts, sampling), speculator.stats

@@ -1,0 +1,268 @@
+"""From a target to a trained draft in a folder: write texts, train, measure. What `jattn train-draft` runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.dflash import draft, prompts, teacher, train
+from jattn.dflash.checkpoint import save_draft
+from jattn.dflash.draft import DraftConfig
+from jattn.dflash.model_card import model_card
+from jattn.dflash.proposers import DFlash, NGram, Proposer, Repeat
+from jattn.dflash.speculate import speculate
+from jattn.dflash.train import Recipe
+from jattn.generate import Completion, Sampling
+from jattn.models.decoder import Params
+from jattn.models.loaded import LoadedModel
+from pallas_kernels.request import expect
+
+_MEASURED_TOKENS = 128  # of each answer
+
+Texts = tuple[np.ndarray, np.ndarray]  # tokens int32 [b, n], and which count
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to train, and on what."""
+
+    layers: int = 2
+    block_size: int = 8
+    taps: tuple[int, ...] | None = None  # None: by the rule, one more than layers
+    mask_id: int | None = None  # None: a special token that the texts hardly use
+    sequences: int = 2048
+    length: int = 256
+    write_batch: int = 64
+    held_out: int = 64  # questions to measure on
+    measured: int = 16  # of them, run through the loop at the end
+    save_every: int = 500
+    recipe: Recipe = dataclasses.field(default_factory=Recipe)
+
+    def check(self) -> None:
+        """Check the values.
+
+        Raises:
+          ValueError: one is out of range.
+        """
+        self.recipe.check()
+        for name in ("layers", "sequences", "length", "write_batch", "save_every"):
+            expect(getattr(self, name) > 0, name, getattr(self, name), "a positive number")
+        expect(self.block_size >= 2, "block_size", self.block_size, "at least 2")
+        known = len(prompts.HELD_OUT)
+        for name in ("held_out", "measured"):
+            expect(0 < getattr(self, name) <= known, name, getattr(self, name), f"a number in [1, {known}]")
+
+
+def write_texts(model: LoadedModel, params: Params, plan: Plan, report: Any) -> tuple[Texts, Texts]:
+    """Texts to train on, and greedy answers to the held-out questions.
+
+    Half of the training answers are greedy, half drawn at 1. One in four answers a question of `prompts.TRAIN`, the rest
+    questions that the model asks itself.
+    """
+    before, turn = teacher.chat_format(model.tokenizer)
+    rng = np.random.default_rng(plan.recipe.seed)
+    asked = [model.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in prompts.TRAIN]
+    beginnings, answering, warmth = [], [], []
+    for i in range(plan.sequences):
+        direct = i % 4 == 0
+        beginnings.append(asked[i // 4 % len(asked)] if direct else before)
+        answering.append(direct)
+        warmth.append(float(i // 4 >= len(asked)) if direct else float(rng.integers(2)))
+    held = [model.tokenizer.encode_chat([{"role": "user", "content": t}]) for t in spread(plan.held_out)]
+    beginnings += held
+    answering += [True] * len(held)
+    warmth += [0.0] * len(held)
+    longest = max(map(len, beginnings))
+    room = f"more than the {longest} tokens of the longest question and {plan.block_size} of an answer"
+    expect(plan.length > longest + plan.block_size, "length", plan.length, room)
+
+    tokens, counted = [], []
+    for at in range(0, len(beginnings), plan.write_batch):
+        some = range(at, at + plan.write_batch)
+        grid = np.full((len(some), plan.length), -1, np.int32)
+        for row, i in zip(grid, some, strict=True):
+            begin = beginnings[min(i, len(beginnings) - 1)]
+            row[: len(begin)] = begin
+        pad = [min(i, len(beginnings) - 1) for i in some]
+        ready = np.asarray(answering)[pad]
+        heat = np.asarray(warmth, np.float32)[pad]
+        seeds = np.asarray(some, np.int32) + plan.recipe.seed * 1_000_003 % 2**30
+        came = np.asarray(teacher.write(params, model.config, *map(jnp.asarray, (grid, ready, heat, seeds)), turn=turn))
+        tokens.append(came)
+        counted.append(teacher.answers_in(came, (grid >= 0).sum(1), ready, turn))
+        report(min(at + plan.write_batch, len(beginnings)), len(beginnings))
+    all_tokens, all_counted = (np.concatenate(x)[: len(beginnings)] for x in (tokens, counted))
+    cut = plan.sequences
+    useful = all_counted[:cut].sum(1) >= plan.block_size
+    expect(bool(useful.any()), "sequences", f"{cut} texts without an answer", "answers; give more --length")
+    return (all_tokens[:cut][useful], all_counted[:cut][useful]), (all_tokens[cut:], all_counted[cut:])
+
+
+def spread(count: int) -> list[str]:
+    """`count` of the held-out questions, over all of their kinds."""
+    at = np.linspace(0, len(prompts.HELD_OUT) - 1, count).round().astype(int)
+    return [prompts.HELD_OUT[i] for i in at]
+
+
+def rarest_special(model: LoadedModel, tokens: np.ndarray) -> int:
+    """A token for the mask: special, neither begin nor end, and in the fewest texts, best in none."""
+    vocab = model.config.vocab_size
+    uses = np.bincount(tokens.reshape(-1), minlength=vocab)
+    taken = {*model.config.eos_ids, model.config.bos_id}
+    special = [i for i, t in model.tokenizer.tokenizer.get_added_tokens_decoder().items() if t.special]
+    free = [i for i in [*sorted(special, reverse=True), vocab - 1] if i < vocab and i not in taken]
+    return int(min(free, key=lambda i: uses[i]))
+
+
+def draft_config(model: LoadedModel, plan: Plan, mask_id: int) -> DraftConfig:
+    """The draft's shape: the target's layers, with norms on q and k."""
+    c = model.config
+    taps = plan.taps or draft.default_taps(c.num_layers, plan.layers + 1)
+    stack = dataclasses.replace(
+        c,
+        num_layers=plan.layers,
+        qk_norm=True,
+        rope_layout="half",
+        attention_bias=False,
+        output_bias=False,
+        tie_word_embeddings=False,
+        rms_norm_eps=1e-6,
+        bos_id=None,
+        eos_ids=(),
+    )
+    return DraftConfig(stack, taps, mask_id, c.num_layers, plan.block_size)
+
+
+def train_draft(model: LoadedModel, output: Path | str, plan: Plan, *, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
+    """Write texts, train, measure, and leave the draft in a folder; what training.json says.
+
+    Run again with the same arguments, it goes on where it was stopped.
+
+    Args:
+      model: the target.
+      output: the folder.
+      plan: of the training.
+      dtype: to compute in; the draft's own weights are float32 while they are trained.
+
+    Raises:
+      ValueError: the plan does not fit the model, or the folder holds a training of another one.
+    """
+    from jattn.dflash.train_progress import Bar
+
+    plan.check()
+    output = Path(output)
+    output.mkdir(parents=True, exist_ok=True)
+    target = jax.tree.map(lambda x: jnp.asarray(x, dtype), model.params)
+    file = output / "texts.npz"
+    if not file.exists():
+        with Bar("Writing texts") as bar:
+            (tokens, counted), held = write_texts(model, target, plan, bar.update)
+        np.savez_compressed(file, tokens=tokens, counted=counted, held=held[0], held_counted=held[1])
+    with np.load(file) as saved:
+        tokens, counted, held = saved["tokens"], saved["counted"], (saved["held"], saved["held_counted"])
+    same = tokens.shape[1] == plan.length
+    expect(same, "output", f"{file} with texts of {tokens.shape[1]}", f"{plan.length} tokens; name another --output")
+    config = draft_config(model, plan, rarest_special(model, tokens) if plan.mask_id is None else plan.mask_id)
+    draft.check_fits(config, model.config)
+
+    params = draft.init_params(config, jax.random.key(plan.recipe.seed))
+    # So that the target's head gives logits of spread 1 at first, whatever the size of its rows.
+    spread_of_logits = jnp.std(target.get("head", target["embed"]).astype(jnp.float32)) * len(params["norm"]) ** 0.5
+    params["norm"] = params["norm"] / spread_of_logits
+    state = train.make_optimizer(plan.recipe).init(params)
+    first, progress = 0, output / "progress.npz"
+    if progress.exists():
+        params, state, first = train.load_progress(progress, params, state)
+    step = train.make_step(config, model.config, plan.recipe, dtype)
+    data = (jnp.asarray(tokens), jnp.asarray(counted))
+    measure = lambda: train.evaluate(params, config, target, model.config, plan.recipe, held, dtype)  # noqa: E731
+    start, losses = time.perf_counter(), []
+    with Bar("Training") as bar:
+        for number in range(first, plan.recipe.steps):
+            params, state, loss, _ = step(params, state, target, *data, jnp.int32(number))
+            last = number + 1 == plan.recipe.steps
+            saving = (number + 1) % plan.save_every == 0 or last
+            if number % 20 == 0 or saving:
+                losses.append(float(loss))
+                bar.update(number + 1, plan.recipe.steps, f"loss {losses[-1]:.3f}")
+            if saving:
+                train.save_progress(progress, params, state, number + 1)
+                save_draft(output, config, params)
+                lost, share = measure()
+                bar.note(f"step {number + 1}: loss {losses[-1]:.3f}, held out {lost:.3f}, kept {_shares(share)}")
+    lost, share = measure()
+    report = {
+        "steps": plan.recipe.steps,
+        "seconds": round(time.perf_counter() - start, 1),
+        "first_loss": losses[0] if losses else None,
+        "last_loss": losses[-1] if losses else None,
+        "held_out_loss": lost,
+        "held_out_share_of_first_j_right": share.tolist(),
+        "texts": len(tokens),
+        "answer_tokens": int(counted.sum()),
+        "recipe": dataclasses.asdict(plan.recipe),
+        "questions": plan.measured,
+        "measured_tokens": _MEASURED_TOKENS,
+        "measured": measure_taus(model, target, config, params, spread(plan.measured), plan),
+    }
+    (output / "training.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    count = sum(x.size for x in jax.tree.leaves(params))
+    (output / "README.md").write_text(model_card(model.name, config, report, count), encoding="utf-8")
+    return report
+
+
+def measure_taus(
+    model: LoadedModel, target: Params, config: DraftConfig, weights: Params, questions: Sequence[str], plan: Plan
+) -> dict[str, Any]:
+    """Acceptance of the draft and of the controls through the real loop, greedy and drawn.
+
+    Returns:
+      For each of "greedy" and "drawn": tau and acceptance by position of each proposer, and the share of different
+      8-grams of the texts, which says how much of the acceptance repetition may explain.
+    """
+    asked = [model.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in questions]
+    drafting = {"draft": jax.tree.map(lambda x: x.astype(target["embed"].dtype), weights), "target": target}
+    proposers: dict[str, tuple[Proposer, Any]] = {
+        "draft": (DFlash(config), drafting),
+        "causal": (DFlash(dataclasses.replace(config, causal=True)), drafting),
+        "ngram": (NGram(), None),
+        "repeat": (Repeat(), None),
+    }
+    longest = max(map(len, asked)) + _MEASURED_TOKENS
+    result: dict[str, Any] = {}
+    for kind, heat in (("greedy", 0.0), ("drawn", 1.0)):
+        entry: dict[str, Any] = {}
+        for name, (proposer, extra) in proposers.items():
+            done, stats = speculate(
+                target,
+                model.config,
+                asked,
+                Sampling(_MEASURED_TOKENS, heat, plan.recipe.seed),
+                proposer=proposer,
+                drafting=extra,
+                block_size=plan.block_size,
+                num_slots=min(8, len(asked)),
+                max_len=min(longest, model.config.max_position_embeddings),
+            )
+            entry[name] = {"tau": stats.tau, "acceptance": stats.acceptance.round(4).tolist()}
+            entry["different_8_grams"] = different_grams(done)
+        result[kind] = entry
+    return result
+
+
+def different_grams(done: Sequence[Completion], size: int = 8) -> float:
+    """Share of the texts' n-grams that are different from each other."""
+    grams = [tuple(c.tokens[i : i + size]) for c in done for i in range(len(c.tokens) - size + 1)]
+    return len(set(grams)) / max(len(grams), 1)
+
+
+def _shares(share: np.ndarray) -> str:
+    return f"{1 + share.sum():.2f} tokens a block (" + " ".join(f"{x:.2f}" for x in share) + ")"
