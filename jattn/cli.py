@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from jattn import selection
+from jattn.interrupts import remembered, until_interrupted
 
 INTERRUPTED = 130  # what shells report for Ctrl-C
 MAX_SLOTS = 8
@@ -73,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.suppress(AttributeError, ValueError):
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
-        return run(args)
+        with remembered():
+            return run(args)
     except KeyboardInterrupt:
         print("\njattn: stopped", file=sys.stderr)
         return INTERRUPTED
@@ -209,7 +211,7 @@ def _generate(args: argparse.Namespace) -> int:
     titles = [f"> {text}" for text in args.prompts] if len(prompts) > 1 else [""]
     with _stats(args.stats, generator):
         printer = OrderedPrinter(model.tokenizer, titles, sys.stdout)
-        for request, token in generator:
+        for request, token in until_interrupted(generator):
             printer.push(request, token)
             if generator.completions[request].finished:
                 printer.finish(request)

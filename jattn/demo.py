@@ -11,6 +11,7 @@ import numpy as np
 
 from jattn.dflash.speculate import SpeculationStats, Speculator
 from jattn.generate import Completion, Generator, Sampling, generate
+from jattn.interrupts import until_interrupted
 from jattn.models.dense import dense_forward
 from jattn.models.load_any import load
 from jattn.models.loaded import LoadedModel
@@ -47,7 +48,7 @@ def run(path: Path | str, max_tokens: int = 64) -> int:
     for prompt in PROMPTS:
         generator.submit(model.tokenizer.encode_chat([{"role": "user", "content": prompt}]), sampling)
     printer = OrderedPrinter(model.tokenizer, [f"> {prompt}" for prompt in PROMPTS], sys.stdout)
-    for request, token in generator:
+    for request, token in until_interrupted(generator):
         printer.push(request, token)
         if generator.completions[request].finished:
             printer.finish(request)

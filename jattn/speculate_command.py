@@ -17,6 +17,7 @@ from jattn.dflash.checkpoint import load_draft
 from jattn.dflash.proposers import DFlash, NGram, Proposer, Repeat
 from jattn.dflash.speculate import SpeculationStats, Speculator
 from jattn.generate import Sampling, pages_needed
+from jattn.interrupts import until_interrupted
 from jattn.models.loaded import LoadedModel
 from jattn.stream import OrderedPrinter
 from pallas_kernels.request import expect
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace, model: LoadedModel, prompts: Sequence[Sequence
         max_len=longest,
     )
     titles = [f"> {text}" for text in args.prompts] if len(prompts) > 1 else [""]
-    events = speculator.stream(prompts, sampling)
+    events = until_interrupted(speculator.stream(prompts, sampling))
     first = next(events)  # what cannot run is said before anything is printed
     printer = OrderedPrinter(model.tokenizer, titles, sys.stdout)
     for request, completion, new in itertools.chain([first], events):

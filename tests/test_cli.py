@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -11,7 +12,7 @@ import time
 
 import pytest
 
-from jattn import cli
+from jattn import cli, interrupts
 from jattn.dflash import checkpoint
 from jattn.models import load_any
 from tests import tiny_drafts
@@ -101,6 +102,23 @@ def test_ctrl_c_stops_cleanly(tmp_path):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and err == b"\njattn: stopped\n"
+
+
+def test_an_interrupt_that_python_drops_still_stops_the_stream():
+    """As in a garbage collection callback, which swallows what is raised in it."""
+
+    def events():
+        yield 1
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        yield from range(1000)
+
+    taken = []
+    with interrupts.remembered(), pytest.raises(KeyboardInterrupt):
+        for event in interrupts.until_interrupted(events()):
+            taken.append(event)
+    assert taken == [1]
+    assert list(interrupts.until_interrupted([1, 2])) == [1, 2]
 
 
 def test_a_reader_that_has_gone_ends_it_quietly(folder):
