@@ -95,8 +95,10 @@ def test_block_and_context_equal_the_dense_draft(case, results):
 
 def test_the_conventions_differ(results):
     """B < W < context: no two of them see the same."""
-    if len(results) < len(CASES):
-        pytest.skip("needs the tests above")
+    for case in CASES.keys() - results.keys():  # run alone, or on another worker than the tests above
+        config = tiny_drafts.config(block_size=B, **CASES[case])
+        params, target = tiny_drafts.params(tiny_drafts.config()), tiny.params(TARGET)
+        results[case] = np.asarray(run(config, params, target, *inputs(config))[0])
     names = list(CASES)
     for i, a in enumerate(names):
         for b in names[:i]:
