@@ -8,7 +8,6 @@ python -m bench.speculation shape --out shape.json    # Qwen3-8B's, random weigh
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import json
 import statistics
@@ -23,7 +22,7 @@ import jax.numpy as jnp
 
 from bench import speculation_shape
 from bench.speculation_shape import Shape
-from jattn.dflash.speculate import Speculator
+from jattn.dflash.speculate import Speculator, compile_all
 from jattn.dflash.train_draft import spread
 from jattn.generate import Sampling, generate
 from jattn.models.load_any import default_model, load
@@ -44,12 +43,6 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     return next((i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), min(len(a), len(b)))
 
 
-def warmed(speculators: Sequence[Speculator], prompt: list[int]) -> None:
-    """Compile all of them side by side: most of a short run's time would go there, on one core."""
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        list(pool.map(lambda s: s.run([prompt], Sampling(2)), speculators))
-
-
 def lossless(model: LoadedModel, draft: str, prompts: list[list[int]], tokens: int) -> Iterator[Row]:
     """Compare every shape with plain decoding, greedy and drawn."""
     proposer, drafting = proposer_named(draft, model)
@@ -60,7 +53,7 @@ def lossless(model: LoadedModel, draft: str, prompts: list[list[int]], tokens: i
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*the draft was trained for")  # blocks of 16 are on purpose
-        warmed([speculator(*shape) for shape in SHAPES], prompts[0])
+        compile_all([speculator(*shape) for shape in SHAPES])
         for heat in (0.0, 1.0):
             sampling = Sampling(tokens, heat, seed=7)
             done = generate(model.params, model.config, prompts, sampling, num_slots=8, max_len=MAX_LEN)
@@ -92,7 +85,7 @@ def speed(model: LoadedModel, draft: str, prompts: list[list[int]], tokens: int)
         for batch in (1, 8)
         for name, args in proposers.items()
     }
-    warmed(list(made.values()), prompts[0])
+    compile_all(list(made.values()))
     for batch in (1, 8):
         for heat in (0.0, 1.0):
             rates: dict[str, list[float]] = {name: [] for name in proposers}
