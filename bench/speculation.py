@@ -25,6 +25,7 @@ from bench.speculation_shape import Shape
 from jattn.dflash.speculate import Speculator, compile_all
 from jattn.dflash.train_draft import spread
 from jattn.generate import Sampling, generate
+from jattn.models.decoder import unstack
 from jattn.models.load_any import default_model, load
 from jattn.models.loaded import LoadedModel
 from jattn.speculate_command import CONTROLS, proposer_named
@@ -127,6 +128,8 @@ def _rows(args: argparse.Namespace) -> Iterator[Row]:
         yield from _shape(args)
         return
     model = load(args.model or default_model(), jnp.dtype(args.dtype or "float32"))
+    if jax.default_backend() == "gpu" and not args.stacked:
+        model = dataclasses.replace(model, params=unstack(model.params))
     prompts = [model.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in spread(args.questions)]
     measure = lossless if args.what == "lossless" else speed
     yield from measure(model, args.draft, prompts, args.tokens)
@@ -141,6 +144,7 @@ def main() -> int:
     parser.add_argument("--questions", type=int, default=200, help="of the held-out list")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32; bfloat16 for shape")
+    parser.add_argument("--stacked", action="store_true", help="leave the layers' weights stacked on a GPU, too")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all rows as JSON")
     parser.add_argument("--batches", default="1,16", help="of shape")
     for field in dataclasses.fields(Shape):
