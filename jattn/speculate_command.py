@@ -165,6 +165,7 @@ def train(args: argparse.Namespace) -> int:
         measured=args.measured,
         save_every=args.save_every,
         minutes=args.minutes,
+        int8=args.int8,
         recipe=recipe,
     )
     plan.check()

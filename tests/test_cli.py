@@ -218,7 +218,7 @@ def test_a_draft_can_be_trained_and_used(folder, capsys, tmp_path, monkeypatch):
     """All of it, small: write texts, train, stop by Ctrl-C, go on, measure, generate."""
     out = str(tmp_path / "draft")
     small = "--sequences 12 --length 112 --write-batch 16 --held-out 4 --measured 2 --batch 4 --anchors 4 --layers 1"
-    small += " --taps 0,1 --block-size 4 --save-every 2"
+    small += " --taps 0,1 --block-size 4 --save-every 2 --int8"
     arguments = ["train-draft", out, "--model", folder, "--dtype", "float32", "--steps", "4", *small.split()]
     with monkeypatch.context() as patch:
         patch.setattr(train_draft.Bar, "note", lambda *_: signal.raise_signal(signal.SIGINT))

@@ -77,6 +77,22 @@ def test_what_is_written_is_read(tmp_path, changes):
     assert sorted(load_file(tmp_path / "draft" / "model.safetensors"))[0] == "fc.weight"
 
 
+def test_int8_weights_have_a_scale_a_row(tmp_path):
+    """Within half a step of each row's largest weight; half the size; a scale that is missing is an error."""
+    weights = tiny_drafts.params(CONFIG)
+    folder = save_draft(tmp_path / "draft", CONFIG, weights, np.int8)
+    _, came = load_draft(folder, TARGET)
+    for name, value in weights["layers"].items():
+        step = np.abs(value).max(-1, keepdims=True) / (127 if value.ndim == 3 else 256)
+        assert (np.abs(came["layers"][name] - value) <= 0.501 * step).all(), name
+    assert (np.asarray(came["fc"]) != weights["fc"]).any()
+    flat = load_file(folder / "model.safetensors")
+    assert flat["fc.weight"].dtype == np.int8 and flat["fc.weight_scale"].shape == (len(flat["fc.weight"]), 1)
+    save_file({k: v for k, v in flat.items() if k != "fc.weight_scale"}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"fc.weight of type I8"):
+        load_draft(folder, TARGET)
+
+
 def _bf16(value):
     return {k: _bf16(v) for k, v in value.items()} if isinstance(value, dict) else value.astype(ml_dtypes.bfloat16)
 

@@ -191,11 +191,12 @@ def test_training_ends_in_time_and_the_rate_with_it(tmp_path, monkeypatch):
     first.save()
     assert (first.steps, first.seconds) == (20, 19)  # the first step compiles and is not counted
     rates.clear()
-    _, report = training().run((0, 0))
+    report = training().run((0, 0))
     assert report["steps"] == 20 + 42 and report["seconds"] == 60
     want = [train.rate_at(plan.recipe, (19 + max(i - 1, 0)) / 60) for i in range(42)]
     np.testing.assert_allclose(rates, want, rtol=1e-6)
     assert rates[-1] < 0.01 < 0.5 < rates[0]
+    assert train.load_progress(tmp_path / "progress.npz", first.params, first.state)[2:] == (62, 60.0)
 
 
 def test_the_teacher_writes_what_generation_does():

@@ -29,6 +29,7 @@ TENSORS = {
     **{f"{x}_bias": f"layers.{{}}.self_attn.{x}_proj.bias" for x in "qkvo"},
     **{x: f"layers.{{}}.mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
 }
+SCALE = "_scale"  # beside an int8 weight: float32 [out, 1], one a row, as the compressed-tensors library names it
 _DEFAULT_BLOCK = 16
 _UNKNOWN = {
     "sample_from_anchor": "rows that predict the token after their own",
@@ -77,7 +78,11 @@ def _read_params(path: Path, config: DraftConfig, where: dict[str, tuple[Path, A
             raise stop(path, f"fc.weight with {width} columns", taps, "check that config.json belongs to these weights")
 
     def one(leaf: str, layer: int | None, shape: tuple[int, ...]) -> np.ndarray:
-        return read_tensor(path, where, prefix + TENSORS[leaf].format(layer), shape)
+        name = prefix + TENSORS[leaf].format(layer)
+        if name + SCALE not in where:
+            return read_tensor(path, where, name, shape)
+        scale = read_tensor(path, where, name + SCALE, (shape[0], 1)).astype(np.float32)
+        return read_tensor(path, where, name, shape, ("I8",)) * scale
 
     def read(dtype: Any) -> Params:
         import jax.numpy as jnp
@@ -220,6 +225,16 @@ def settings_of(config: DraftConfig) -> dict[str, Any]:
     return settings
 
 
+def _stored(name: str, value: np.ndarray, dtype: Any) -> dict[str, np.ndarray]:
+    if np.dtype(dtype) != np.int8:
+        return {name: np.ascontiguousarray(value.astype(dtype))}
+    if value.ndim == 1:
+        return {name: value.astype(ml_dtypes.bfloat16)}
+    wide = value.astype(np.float32)
+    scale = np.maximum(np.abs(wide).max(1, keepdims=True), 1e-12) / 127
+    return {name: np.rint(wide / scale).astype(np.int8), name + SCALE: scale}
+
+
 def save_draft(path: Path | str, config: DraftConfig, params: Params, dtype: Any = ml_dtypes.bfloat16) -> Path:
     """Write a draft's folder; its path.
 
@@ -227,7 +242,7 @@ def save_draft(path: Path | str, config: DraftConfig, params: Params, dtype: Any
       path: the folder; made if it is not there.
       config: the draft.
       params: its parameters.
-      dtype: of the file.
+      dtype: of the file; int8 gives matrices a scale a row, and leaves norms in bfloat16.
     """
     from safetensors.numpy import save_file
 
@@ -236,11 +251,10 @@ def save_draft(path: Path | str, config: DraftConfig, params: Params, dtype: Any
     flat: dict[str, np.ndarray] = {}
     for name in draft.weight_shapes(config):
         inside, _, leaf = name.rpartition(".")
-        value = np.asarray(params["layers"][leaf] if inside else params[leaf]).astype(dtype)
-        if inside:
-            flat |= {TENSORS[leaf].format(i): np.ascontiguousarray(part) for i, part in enumerate(value)}
-        else:
-            flat[TENSORS[leaf]] = value
+        value = np.asarray(params["layers"][leaf] if inside else params[leaf])
+        parts = {TENSORS[leaf].format(i): part for i, part in enumerate(value)} if inside else {TENSORS[leaf]: value}
+        for tensor, part in parts.items():
+            flat |= _stored(tensor, part, dtype)
     save_file(flat, path / "model.safetensors", metadata={"format": "pt"})
     (path / "config.json").write_text(json.dumps(settings_of(config), indent=2) + "\n", encoding="utf-8")
     return path

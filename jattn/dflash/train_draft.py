@@ -11,10 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from jattn.dflash import draft, prompts, teacher, train
-from jattn.dflash.checkpoint import save_draft
+from jattn.dflash.checkpoint import load_draft, save_draft
 from jattn.dflash.draft import DraftConfig
 from jattn.dflash.model_card import model_card
 from jattn.dflash.proposers import DFlash, NGram, Proposer, Repeat
@@ -46,6 +47,7 @@ class Plan:
     held_out: int = 64  # questions to measure on
     measured: int = 16  # of them, run through the loop at the end
     save_every: int = 1000
+    int8: bool = False  # the file's weights, instead of bfloat16
     minutes: float | None = None  # of training, after compiling; the learning rate falls within them
     recipe: Recipe = dataclasses.field(default_factory=Recipe)
 
@@ -167,7 +169,8 @@ def train_draft(model: LoadedModel, output: Path | str, plan: Plan, *, dtype: An
     mask_id = rarest_special(model, texts[0]) if plan.mask_id is None else plan.mask_id
     config = draft_config(model, plan, mask_id)
     draft.check_fits(config, model.config)
-    params, report = _Training(model, target, config, plan, output, held, dtype).run(texts)
+    report = _Training(model, target, config, plan, output, held, dtype).run(texts)
+    _, params = load_draft(output, model.config)  # what is measured is what the folder holds
     report |= {
         "texts": len(texts[0]),
         "answer_tokens": int(texts[1].sum()),
@@ -221,6 +224,7 @@ class _Training:
         if self.file.exists():
             came = train.load_progress(self.file, params, state)
             self.params, self.state, self.steps, self.before = came
+        self.saved = self.steps
         self.start: float | None = None  # after the first step, which compiles
 
     @property
@@ -234,8 +238,8 @@ class _Training:
         limit = self.plan.minutes
         return max(self.steps / self.plan.recipe.steps, self.seconds / (60 * limit) if limit else 0.0)
 
-    def run(self, texts: Texts) -> tuple[Params, dict[str, Any]]:
-        """Train to the end; the weights and what the report says of it."""
+    def run(self, texts: Texts) -> dict[str, Any]:
+        """Train to the end; what the report says of it."""
         first_loss = last_loss = None
         try:
             with Bar("Training") as bar:
@@ -254,8 +258,10 @@ class _Training:
             if not any(x.is_deleted() for x in jax.tree.leaves((self.params, self.state))):  # not inside a step
                 self.save()
             raise
+        if self.saved != self.steps:  # the time ran out between two steps
+            self.save()
         lost, share = self._measure()
-        return self.params, {
+        return {
             "steps": self.steps,
             "seconds": round(self.seconds, 1),
             "first_loss": first_loss,
@@ -283,7 +289,8 @@ class _Training:
     def save(self) -> None:
         """Write what resuming needs, and the draft as it is."""
         train.save_progress(self.file, self.params, self.state, self.steps, self.seconds)
-        save_draft(self.output, self.config, self.params)
+        self.saved = self.steps
+        save_draft(self.output, self.config, self.params, np.int8 if self.plan.int8 else ml_dtypes.bfloat16)
 
     def _measure(self) -> tuple[float, np.ndarray]:
         c, recipe = self.model.config, self.plan.recipe

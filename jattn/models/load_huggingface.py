@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,13 @@ def open_tensors(folder: Path, files: contextlib.ExitStack) -> dict[str, tuple[P
     return where
 
 
-def read_tensor(folder: Path, where: dict[str, tuple[Path, Any]], name: str, shape: tuple[int, ...]) -> np.ndarray:
+def read_tensor(
+    folder: Path,
+    where: dict[str, tuple[Path, Any]],
+    name: str,
+    shape: tuple[int, ...],
+    kinds: Collection[str] = _FLOATS,
+) -> np.ndarray:
     if name not in where:
         among = f"it among the {len(where)} tensors"
         raise stop(folder, f"no tensor {name}", among, "check that config.json belongs to these weights")
@@ -192,8 +199,8 @@ def read_tensor(folder: Path, where: dict[str, tuple[Path, Any]], name: str, sha
     if came != shape:
         then = "check that config.json belongs to these weights"
         raise stop(path, f"{name} of shape {came}", str(shape), then)
-    if kind not in _FLOATS:
-        raise stop(path, f"{name} of type {kind}", f"one of {', '.join(_FLOATS)}", "take the unquantised weights")
+    if kind not in kinds:
+        raise stop(path, f"{name} of type {kind}", f"one of {', '.join(kinds)}", "take the unquantised weights")
     return opened.get_tensor(name)
 
 
