@@ -109,7 +109,7 @@ def jattn_peer(implementation: str | None = None) -> Peer:
         return Prepared(run, lambda: call(*args), cupti_times if on_gpu else host_times)
 
     name = "jattn" if implementation is None else f"jattn-{implementation}"
-    return Peer(name, ("cpu", "gpu"), None, prepare)
+    return Peer(name, ("gpu",) if implementation == "triton" else ("cpu", "gpu"), None, prepare)
 
 
 # --- peers in JAX ---
@@ -267,6 +267,7 @@ PEERS: dict[str, Peer] = {
     for p in (
         jattn_peer(),
         jattn_peer("xla"),
+        jattn_peer("triton"),
         Peer("fa3", ("gpu",), "flash_attn_interface", _fa3),
         Peer("flashinfer-fa2", ("gpu",), "flashinfer", _flashinfer("fa2")),
         Peer("flashinfer-fa3", ("gpu",), "flashinfer", _flashinfer("fa3")),
