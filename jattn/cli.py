@@ -33,9 +33,10 @@ and answers), a small draft learns to fill blocks of masks in them, and its
 acceptance is measured on questions that it was not trained on. Stopped, it goes
 on when run again. The folder then serves `jattn generate --speculate FOLDER`.
 
-example (a few minutes on a data-centre GPU):
-  jattn train-draft draft --dtype bfloat16 --sequences 16384 --length 384 \\
-    --write-batch 512 --steps 8000 --batch 32 --anchors 48
+examples (ten minutes on a data-centre GPU; a trial on a laptop):
+  jattn train-draft draft --minutes 5
+  jattn train-draft trial --dtype float32 --sequences 64 --length 128 \\
+    --write-batch 64 --steps 100 --batch 4 --anchors 24 --measured 2
 """
 
 _DEMO = """\
@@ -139,26 +140,29 @@ def _add_train(add: Callable[..., argparse.ArgumentParser]) -> None:
     numbers = (
         ("layers", 2, "of the draft"),
         ("block-size", 8, "tokens a block, its anchor included"),
-        ("sequences", 2048, "texts to write"),
-        ("length", 256, "tokens a text"),
-        ("write-batch", 64, "texts written at once"),
+        ("sequences", 16384, "texts to write"),
+        ("length", 384, "tokens a text"),
+        ("write-batch", 1024, "texts written at once"),
         ("held-out", 64, "questions to measure on while training"),
         ("measured", 16, "questions to decode at the end"),
-        ("steps", 1000, "of training"),
+        ("steps", 8000, "of training at most"),
         ("batch", 16, "texts a step"),
-        ("anchors", 48, "blocks a text and step"),
-        ("save-every", 500, "steps between savings"),
+        ("anchors", 96, "blocks a text and step"),
+        ("save-every", 1000, "steps between savings"),
         ("seed", 0, "of everything"),
     )
     for name, default, text in numbers:
         p.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default: {default})")
+    p.add_argument(
+        "--minutes", type=float, metavar="X", help="of training at most, after compiling (default: no limit)"
+    )
     p.add_argument("--mask-id", type=int, metavar="N", help="the mask (default: the rarest special token)")
     p.add_argument("--taps", metavar="N,N,...", help="layers to tap (default: one more than layers, evenly)")
     p.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="at its peak (default: 0.001)")
     p.add_argument("--decay", type=float, default=4.0, metavar="X", help="of the loss along a block (default: 4)")
     p.add_argument("--soft", type=float, default=0.5, metavar="X", help="share of soft labels (default: 0.5)")
     p.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="to compute in (default: float32)"
+        "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="to compute in (default: bfloat16)"
     )
     p.set_defaults(run=_train_draft)
 

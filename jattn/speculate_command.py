@@ -159,6 +159,7 @@ def train(args: argparse.Namespace) -> int:
         held_out=args.held_out,
         measured=args.measured,
         save_every=args.save_every,
+        minutes=args.minutes,
         recipe=recipe,
     )
     plan.check()

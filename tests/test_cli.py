@@ -13,7 +13,7 @@ import time
 import pytest
 
 from jattn import cli, interrupts
-from jattn.dflash import checkpoint
+from jattn.dflash import checkpoint, train_draft
 from jattn.models import load_any
 from tests import tiny_drafts
 from tests import tiny_models as tiny
@@ -200,17 +200,19 @@ def test_bad_speculation_is_one_line(folder, capsys, arguments, text):
 
 
 @pytest.mark.slow
-def test_a_draft_can_be_trained_and_used(folder, capsys, tmp_path):
-    """All of it, small: write texts, train, stop, go on, measure, generate."""
+def test_a_draft_can_be_trained_and_used(folder, capsys, tmp_path, monkeypatch):
+    """All of it, small: write texts, train, stop by Ctrl-C, go on, measure, generate."""
     out = str(tmp_path / "draft")
     small = "--sequences 12 --length 112 --write-batch 16 --held-out 4 --measured 2 --batch 4 --anchors 4 --layers 1"
     small += " --taps 0,1 --block-size 4 --save-every 2"
-    arguments = ["train-draft", out, "--model", folder, *small.split()]
-    code, text, err = run(capsys, *arguments, "--steps", "2")
-    assert code == 0, err
-    assert "greedy: tokens a block: draft" in text and "Writing texts, 16 of 16" in err
-    code, text, err = run(capsys, *arguments, "--steps", "4")  # goes on: no text is written again
+    arguments = ["train-draft", out, "--model", folder, "--dtype", "float32", "--steps", "4", *small.split()]
+    with monkeypatch.context() as patch:
+        patch.setattr(train_draft.Bar, "note", lambda *_: signal.raise_signal(signal.SIGINT))
+        code, text, err = run(capsys, *arguments)
+    assert code == cli.INTERRUPTED and "Writing texts, 16 of 16" in err and "step" not in err, err
+    code, text, err = run(capsys, *arguments)  # goes on: no text is written again
     assert code == 0 and "Writing" not in err and "step 4: loss" in err and "step 2" not in err
+    assert "greedy: tokens a block: draft" in text
     assert "| greedy |" in (tmp_path / "draft" / "README.md").read_text()
     code, _, err = run(capsys, "generate", "the", "--model", folder, "--speculate", out, "--stats", "--max-tokens", "8")
     assert code == 0 and "of at most 4" in err
@@ -221,6 +223,7 @@ def test_a_draft_can_be_trained_and_used(folder, capsys, tmp_path):
     [
         (("--steps", "0"), "steps: got 0, expected a positive number"),
         (("--block-size", "1"), "block_size: got 1, expected at least 2"),
+        (("--minutes", "0"), "minutes: got 0.0, expected a positive number"),
         (("--taps", "a,b"), "taps: got 'a,b', expected layers with commas between"),
         (("--held-out", "1000"), "held_out: got 1000"),
         (("--length", "20"), "length: got 20, expected more than the"),

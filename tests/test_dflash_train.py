@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from jattn import AttentionMetadata
-from jattn.dflash import draft, rows, teacher, train
+from jattn.dflash import draft, rows, teacher, train, train_draft
+from jattn.dflash.loss import cost_and_right
 from jattn.dflash.train import Recipe
 from jattn.generate import Sampling, generate
 from jattn.models.decoder import create_cache, forward
+from jattn.models.loaded import LoadedModel
 from tests import tiny_drafts
 from tests import tiny_models as tiny
 
@@ -97,6 +99,36 @@ def test_the_loss_counts_only_what_it_should():
     assert none == 0
 
 
+@pytest.mark.parametrize("soft", [0.0, 0.4])
+def test_the_losss_own_gradient(soft):
+    """In chunks, with its gradient beside it, as the plain formula gives by differentiation."""
+    rng = np.random.default_rng(2)
+    target, r = tiny.params(TARGET), 11
+    mine, theirs = (jnp.asarray(rng.normal(size=(r, TARGET.hidden_size)), jnp.float32) for _ in range(2))
+    label, weight = jnp.asarray(rng.integers(0, 64, r)), jnp.asarray(rng.random(r), jnp.float32)
+
+    def plain(mine):
+        log_p = jax.nn.log_softmax(draft.logits(target, mine))
+        hard = log_p[jnp.arange(r), label]
+        given = (jax.nn.softmax(draft.logits(target, theirs)) * log_p).sum(-1)
+        return -(((1 - soft) * hard + soft * given) * weight).sum()
+
+    def mine_in_chunks(mine):
+        return cost_and_right(target, mine, theirs, label, weight, soft, 4)
+
+    (cost, right), slope = jax.value_and_grad(mine_in_chunks, has_aux=True)(mine)
+    want, want_slope = jax.value_and_grad(plain)(mine)
+    np.testing.assert_allclose([cost, mine_in_chunks(mine)[0]], [want, want], rtol=1e-5)
+    np.testing.assert_allclose(slope, want_slope, rtol=0, atol=1e-5)
+    assert right.tolist() == (draft.logits(target, mine).argmax(-1) == label).tolist()
+
+
+def test_the_rate_rises_and_falls():
+    recipe = Recipe(learning_rate=2.0, warmup=0.1)
+    rates = [train.rate_at(recipe, x) for x in (0.0, 0.05, 0.1, 0.55, 1.0, 1.1)]
+    np.testing.assert_allclose(rates, [0, 1, 2, 1, 0, 0], atol=1e-12)
+
+
 def test_it_learns_and_resumes(tmp_path):
     """Texts that count upwards: learnt in some steps; stopped half way and resumed, the same bits."""
     c, target = config(), tiny.params(TARGET)
@@ -112,14 +144,16 @@ def test_it_learns_and_resumes(tmp_path):
     params, state = start()
     losses = []
     for i in range(120):
-        params, state, loss, share = step(params, state, target, tokens, counted, jnp.int32(i))
+        rate = train.rate_at(recipe, i / 120)
+        params, state, loss, share = step(params, state, target, tokens, counted, jnp.int32(i), jnp.float32(rate))
         losses.append(float(loss))
         if i == 59:
             train.save_progress(tmp_path / "p.npz", params, state, 60)
     assert losses[0] > 3.5 and losses[-1] < 1 and share.min() > 0.6, (losses[0], losses[-1], share)
-    again, state, first = train.load_progress(tmp_path / "p.npz", *start())
+    again, state, first, _ = train.load_progress(tmp_path / "p.npz", *start())
     for i in range(first, 120):
-        again, state, *_ = step(again, state, target, tokens, counted, jnp.int32(i))
+        rate = train.rate_at(recipe, i / 120)
+        again, state, *_ = step(again, state, target, tokens, counted, jnp.int32(i), jnp.float32(rate))
     chex.assert_trees_all_equal(again, params)
     lost, kept = train.evaluate(
         params, c, target, TARGET, recipe, (np.asarray(tokens[:5]), np.ones((5, LENGTH), bool)), jnp.float32
@@ -127,6 +161,41 @@ def test_it_learns_and_resumes(tmp_path):
     assert lost < 1 and 1 + kept.sum() > 3
     with pytest.raises(ValueError, match="of a draft of other sizes"):
         train.load_progress(tmp_path / "p.npz", {"a": params["fc"]}, ())
+
+
+def test_training_ends_in_time_and_the_rate_with_it(tmp_path, monkeypatch):
+    """By a clock that the test turns: the rate falls to nothing at the limit, over a stop and a resumption."""
+    clock, rates = [100.0], []
+    plan = train_draft.Plan(minutes=1.0, save_every=10**6, recipe=Recipe(steps=10**6, warmup=0.1, learning_rate=1.0))
+
+    def make_step(*_):
+        def step(params, state, target, tokens, counted, number, rate):
+            clock[0] += 1.0
+            rates.append(float(rate))
+            return params, state, jnp.float32(0), None
+
+        return step
+
+    monkeypatch.setattr(train_draft.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(train, "make_step", make_step)
+    monkeypatch.setattr(train, "evaluate", lambda *_: (0.0, np.zeros(3)))
+    model = LoadedModel("tiny", TARGET, tiny.params(TARGET), None)
+
+    def training():
+        c = config()
+        return train_draft._Training(model, tiny.params(TARGET), c, plan, tmp_path, (None, None), jnp.float32)
+
+    first = training()
+    for _ in zip(range(20), first._losses((0, 0)), strict=False):
+        pass
+    first.save()
+    assert (first.steps, first.seconds) == (20, 19)  # the first step compiles and is not counted
+    rates.clear()
+    _, report = training().run((0, 0))
+    assert report["steps"] == 20 + 42 and report["seconds"] == 60
+    want = [train.rate_at(plan.recipe, (19 + max(i - 1, 0)) / 60) for i in range(42)]
+    np.testing.assert_allclose(rates, want, rtol=1e-6)
+    assert rates[-1] < 0.01 < 0.5 < rates[0]
 
 
 def test_the_teacher_writes_what_generation_does():

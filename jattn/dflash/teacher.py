@@ -76,7 +76,8 @@ def write(
     """
     b, n = prompts.shape
     header = jnp.asarray(turn)
-    shape = (config.num_layers, b, n, config.num_kv_heads, config.head_dim)
+    # Heads before tokens: the products below then take a layer's slice as it lies.
+    shape = (config.num_layers, b, config.num_kv_heads, n, config.head_dim)
     dtype = params["embed"].dtype
     pools = (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
@@ -90,12 +91,17 @@ def write(
 
             def attention(q: Array, k: Array, v: Array) -> Array:
                 nonlocal keys, values
-                at = (index, 0, t, 0, 0)
-                keys = lax.dynamic_update_slice(keys, k[None, :, None], at)
-                values = lax.dynamic_update_slice(values, v[None, :, None], at)
-                lens = jnp.full(b, t + 1)
-                here = (lax.dynamic_index_in_dim(pool, index, 0, False) for pool in (keys, values))
-                return jax.nn.dot_product_attention(q[:, None], *here, key_value_seq_lengths=lens)[:, 0]
+                at = (index, 0, 0, t, 0)
+                keys = lax.dynamic_update_slice(keys, k[None, :, :, None], at)
+                values = lax.dynamic_update_slice(values, v[None, :, :, None], at)
+                k, v = (lax.dynamic_index_in_dim(pool, index, 0, False) for pool in (keys, values))
+                groups = q.reshape(b, config.num_kv_heads, -1, config.head_dim)
+                product = functools.partial(
+                    jnp.einsum, precision=decoder.precision(q), preferred_element_type=jnp.float32
+                )
+                logits = product("bkgd,bknd->bkgn", groups, k) * config.head_dim**-0.5
+                share = jax.nn.softmax(jnp.where(jnp.arange(n) <= t, logits, -jnp.inf)).astype(v.dtype)
+                return product("bkgn,bknd->bkgd", share, v).astype(q.dtype).reshape(q.shape)
 
             x = decoder.layer(weights, config, x, cos_sin, attention)
             return (x, (keys, values)), None

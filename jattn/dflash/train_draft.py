@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from jattn.dflash.model_card import model_card
 from jattn.dflash.proposers import DFlash, NGram, Proposer, Repeat
 from jattn.dflash.speculate import speculate
 from jattn.dflash.train import Recipe
+from jattn.dflash.train_progress import Bar
 from jattn.generate import Completion, Sampling
+from jattn.interrupts import until_interrupted
 from jattn.models.decoder import Params
 from jattn.models.loaded import LoadedModel
 from pallas_kernels.request import expect
@@ -38,12 +40,13 @@ class Plan:
     block_size: int = 8
     taps: tuple[int, ...] | None = None  # None: by the rule, one more than layers
     mask_id: int | None = None  # None: a special token that the texts hardly use
-    sequences: int = 2048
-    length: int = 256
-    write_batch: int = 64
+    sequences: int = 16384
+    length: int = 384
+    write_batch: int = 1024
     held_out: int = 64  # questions to measure on
     measured: int = 16  # of them, run through the loop at the end
-    save_every: int = 500
+    save_every: int = 1000
+    minutes: float | None = None  # of training, after compiling; the learning rate falls within them
     recipe: Recipe = dataclasses.field(default_factory=Recipe)
 
     def check(self) -> None:
@@ -56,6 +59,7 @@ class Plan:
         for name in ("layers", "sequences", "length", "write_batch", "save_every"):
             expect(getattr(self, name) > 0, name, getattr(self, name), "a positive number")
         expect(self.block_size >= 2, "block_size", self.block_size, "at least 2")
+        expect(self.minutes is None or self.minutes > 0, "minutes", self.minutes, "a positive number")
         known = len(prompts.HELD_OUT)
         for name in ("held_out", "measured"):
             expect(0 < getattr(self, name) <= known, name, getattr(self, name), f"a number in [1, {known}]")
@@ -85,7 +89,7 @@ def write_texts(model: LoadedModel, params: Params, plan: Plan, report: Any) -> 
     expect(plan.length > longest + plan.block_size, "length", plan.length, room)
 
     tokens, counted = [], []
-    for at in range(0, len(beginnings), plan.write_batch):
+    for at in until_interrupted(range(0, len(beginnings), plan.write_batch)):
         some = range(at, at + plan.write_batch)
         grid = np.full((len(some), plan.length), -1, np.int32)
         for row, i in zip(grid, some, strict=True):
@@ -155,59 +159,18 @@ def train_draft(model: LoadedModel, output: Path | str, plan: Plan, *, dtype: An
     Raises:
       ValueError: the plan does not fit the model, or the folder holds a training of another one.
     """
-    from jattn.dflash.train_progress import Bar
-
     plan.check()
     output = Path(output)
     output.mkdir(parents=True, exist_ok=True)
     target = jax.tree.map(lambda x: jnp.asarray(x, dtype), model.params)
-    file = output / "texts.npz"
-    if not file.exists():
-        with Bar("Writing texts") as bar:
-            (tokens, counted), held = write_texts(model, target, plan, bar.update)
-        np.savez_compressed(file, tokens=tokens, counted=counted, held=held[0], held_counted=held[1])
-    with np.load(file) as saved:
-        tokens, counted, held = saved["tokens"], saved["counted"], (saved["held"], saved["held_counted"])
-    same = tokens.shape[1] == plan.length
-    expect(same, "output", f"{file} with texts of {tokens.shape[1]}", f"{plan.length} tokens; name another --output")
-    config = draft_config(model, plan, rarest_special(model, tokens) if plan.mask_id is None else plan.mask_id)
+    texts, held = _texts(model, target, plan, output / "texts.npz")
+    mask_id = rarest_special(model, texts[0]) if plan.mask_id is None else plan.mask_id
+    config = draft_config(model, plan, mask_id)
     draft.check_fits(config, model.config)
-
-    params = draft.init_params(config, jax.random.key(plan.recipe.seed))
-    # So that the target's head gives logits of spread 1 at first, whatever the size of its rows.
-    spread_of_logits = jnp.std(target.get("head", target["embed"]).astype(jnp.float32)) * len(params["norm"]) ** 0.5
-    params["norm"] = params["norm"] / spread_of_logits
-    state = train.make_optimizer(plan.recipe).init(params)
-    first, progress = 0, output / "progress.npz"
-    if progress.exists():
-        params, state, first = train.load_progress(progress, params, state)
-    step = train.make_step(config, model.config, plan.recipe, dtype)
-    data = (jnp.asarray(tokens), jnp.asarray(counted))
-    measure = lambda: train.evaluate(params, config, target, model.config, plan.recipe, held, dtype)  # noqa: E731
-    start, losses = time.perf_counter(), []
-    with Bar("Training") as bar:
-        for number in range(first, plan.recipe.steps):
-            params, state, loss, _ = step(params, state, target, *data, jnp.int32(number))
-            last = number + 1 == plan.recipe.steps
-            saving = (number + 1) % plan.save_every == 0 or last
-            if number % 20 == 0 or saving:
-                losses.append(float(loss))
-                bar.update(number + 1, plan.recipe.steps, f"loss {losses[-1]:.3f}")
-            if saving:
-                train.save_progress(progress, params, state, number + 1)
-                save_draft(output, config, params)
-                lost, share = measure()
-                bar.note(f"step {number + 1}: loss {losses[-1]:.3f}, held out {lost:.3f}, kept {_shares(share)}")
-    lost, share = measure()
-    report = {
-        "steps": plan.recipe.steps,
-        "seconds": round(time.perf_counter() - start, 1),
-        "first_loss": losses[0] if losses else None,
-        "last_loss": losses[-1] if losses else None,
-        "held_out_loss": lost,
-        "held_out_share_of_first_j_right": share.tolist(),
-        "texts": len(tokens),
-        "answer_tokens": int(counted.sum()),
+    params, report = _Training(model, target, config, plan, output, held, dtype).run(texts)
+    report |= {
+        "texts": len(texts[0]),
+        "answer_tokens": int(texts[1].sum()),
         "recipe": dataclasses.asdict(plan.recipe),
         "questions": plan.measured,
         "measured_tokens": _MEASURED_TOKENS,
@@ -217,6 +180,114 @@ def train_draft(model: LoadedModel, output: Path | str, plan: Plan, *, dtype: An
     count = sum(x.size for x in jax.tree.leaves(params))
     (output / "README.md").write_text(model_card(model.name, config, report, count), encoding="utf-8")
     return report
+
+
+def _texts(model: LoadedModel, target: Params, plan: Plan, file: Path) -> tuple[Texts, Texts]:
+    if not file.exists():
+        with Bar("Writing texts") as bar:
+            (tokens, counted), held = write_texts(model, target, plan, bar.update)
+        small = np.uint16 if model.config.vocab_size <= 2**16 else np.int32
+        few, fewer = tokens.astype(small), held[0].astype(small)
+        np.savez_compressed(file, tokens=few, held=fewer, counted=counted, held_counted=held[1])
+    with np.load(file) as saved:
+        tokens, held_tokens = (saved[name].astype(np.int32) for name in ("tokens", "held"))
+        counted, held_counted = saved["counted"], saved["held_counted"]
+    same = tokens.shape[1] == plan.length
+    expect(same, "output", f"{file} with texts of {tokens.shape[1]}", f"{plan.length} tokens; name another --output")
+    return (tokens, counted), (held_tokens, held_counted)
+
+
+@dataclasses.dataclass
+class _Training:
+    """From random weights, or those of a stopped training, to trained ones."""
+
+    model: LoadedModel
+    target: Params
+    config: DraftConfig
+    plan: Plan
+    output: Path
+    held: Texts
+    dtype: Any
+
+    def __post_init__(self) -> None:
+        """Start, or go on."""
+        recipe, self.file = self.plan.recipe, self.output / "progress.npz"
+        params = draft.init_params(self.config, jax.random.key(recipe.seed))
+        # So that the target's head gives logits of spread 1 at first, whatever the size of its rows.
+        rows = self.target["head" if "head" in self.target else "embed"].astype(jnp.float32)
+        params["norm"] = params["norm"] / (jnp.std(rows) * len(params["norm"]) ** 0.5)
+        state = train.make_optimizer(recipe).init(params)
+        self.params, self.state, self.steps, self.before = params, state, 0, 0.0
+        if self.file.exists():
+            came = train.load_progress(self.file, params, state)
+            self.params, self.state, self.steps, self.before = came
+        self.start: float | None = None  # after the first step, which compiles
+
+    @property
+    def seconds(self) -> float:
+        """Of training so far."""
+        return self.before + (0.0 if self.start is None else time.monotonic() - self.start)
+
+    @property
+    def done(self) -> float:
+        """Share of the plan that is behind, by steps or by time."""
+        limit = self.plan.minutes
+        return max(self.steps / self.plan.recipe.steps, self.seconds / (60 * limit) if limit else 0.0)
+
+    def run(self, texts: Texts) -> tuple[Params, dict[str, Any]]:
+        """Train to the end; the weights and what the report says of it."""
+        first_loss = last_loss = None
+        try:
+            with Bar("Training") as bar:
+                for loss in until_interrupted(self._losses(texts)):
+                    saving = self.steps % self.plan.save_every == 0 or self.done >= 1
+                    if self.steps % 20 == 1 or saving:
+                        last_loss = float(loss)
+                        first_loss = last_loss if first_loss is None else first_loss
+                        bar.update(self.steps, max(self.steps, round(self.steps / self.done)), f"loss {last_loss:.3f}")
+                    if saving:
+                        self.save()
+                        lost, share = self._measure()
+                        at = f"step {self.steps}: loss {last_loss:.3f}"
+                        bar.note(f"{at}, held out {lost:.3f}, kept {_shares(share)}")
+        except KeyboardInterrupt:
+            if not any(x.is_deleted() for x in jax.tree.leaves((self.params, self.state))):  # not inside a step
+                self.save()
+            raise
+        lost, share = self._measure()
+        return self.params, {
+            "steps": self.steps,
+            "seconds": round(self.seconds, 1),
+            "first_loss": first_loss,
+            "last_loss": last_loss,
+            "held_out_loss": lost,
+            "held_out_share_of_first_j_right": share.tolist(),
+        }
+
+    def _losses(self, texts: Texts) -> Iterator[jax.Array]:
+        recipe = self.plan.recipe
+        step = train.make_step(self.config, self.model.config, recipe, self.dtype)
+        data = tuple(jnp.asarray(x) for x in texts)
+        while self.done < 1:
+            rate = jnp.float32(train.rate_at(recipe, self.done))
+            # In one statement: nothing may come between what the step donates and what it returns.
+            self.params, self.state, loss, _ = step(
+                self.params, self.state, self.target, *data, jnp.int32(self.steps), rate
+            )
+            self.steps += 1
+            if self.start is None:
+                jax.block_until_ready(loss)
+                self.start = time.monotonic()
+            yield loss
+
+    def save(self) -> None:
+        """Write what resuming needs, and the draft as it is."""
+        train.save_progress(self.file, self.params, self.state, self.steps, self.seconds)
+        save_draft(self.output, self.config, self.params)
+
+    def _measure(self) -> tuple[float, np.ndarray]:
+        c, recipe = self.model.config, self.plan.recipe
+        return train.evaluate(self.params, self.config, self.target, c, recipe, self.held, self.dtype)
 
 
 def measure_taus(
