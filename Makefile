@@ -12,7 +12,7 @@ USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))
 help: ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1	/'
 
-demo: $(VENV)/.package $(VENV)/.model ## a real model answers three prompts at once; checked against a dense forward
+demo: $(VENV)/.package $(VENV)/.model ## a real model answers three prompts at once, checked against a dense forward; then speculatively
 	@$(BIN)/jattn demo
 
 test: $(VENV)/.package $(VENV)/.model ## all tests

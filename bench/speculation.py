@@ -8,7 +8,6 @@ python -m bench.speculation shape --out shape.json    # Qwen3-8B's, random weigh
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import json
 import statistics
@@ -23,9 +22,10 @@ import jax.numpy as jnp
 
 from bench import speculation_shape
 from bench.speculation_shape import Shape
-from jattn.dflash.speculate import Speculator
+from jattn.dflash.speculate import Speculator, compile_all
 from jattn.dflash.train_draft import spread
 from jattn.generate import Sampling, generate
+from jattn.models.decoder import unstack
 from jattn.models.load_any import default_model, load
 from jattn.models.loaded import LoadedModel
 from jattn.speculate_command import CONTROLS, proposer_named
@@ -44,12 +44,6 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     return next((i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), min(len(a), len(b)))
 
 
-def warmed(speculators: Sequence[Speculator], prompt: list[int]) -> None:
-    """Compile all of them side by side: most of a short run's time would go there, on one core."""
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        list(pool.map(lambda s: s.run([prompt], Sampling(2)), speculators))
-
-
 def lossless(model: LoadedModel, draft: str, prompts: list[list[int]], tokens: int) -> Iterator[Row]:
     """Compare every shape with plain decoding, greedy and drawn."""
     proposer, drafting = proposer_named(draft, model)
@@ -60,7 +54,7 @@ def lossless(model: LoadedModel, draft: str, prompts: list[list[int]], tokens: i
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*the draft was trained for")  # blocks of 16 are on purpose
-        warmed([speculator(*shape) for shape in SHAPES], prompts[0])
+        compile_all([speculator(*shape) for shape in SHAPES])
         for heat in (0.0, 1.0):
             sampling = Sampling(tokens, heat, seed=7)
             done = generate(model.params, model.config, prompts, sampling, num_slots=8, max_len=MAX_LEN)
@@ -92,7 +86,7 @@ def speed(model: LoadedModel, draft: str, prompts: list[list[int]], tokens: int)
         for batch in (1, 8)
         for name, args in proposers.items()
     }
-    warmed(list(made.values()), prompts[0])
+    compile_all(list(made.values()))
     for batch in (1, 8):
         for heat in (0.0, 1.0):
             rates: dict[str, list[float]] = {name: [] for name in proposers}
@@ -134,6 +128,8 @@ def _rows(args: argparse.Namespace) -> Iterator[Row]:
         yield from _shape(args)
         return
     model = load(args.model or default_model(), jnp.dtype(args.dtype or "float32"))
+    if jax.default_backend() == "gpu" and not args.stacked:
+        model = dataclasses.replace(model, params=unstack(model.params))
     prompts = [model.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in spread(args.questions)]
     measure = lossless if args.what == "lossless" else speed
     yield from measure(model, args.draft, prompts, args.tokens)
@@ -148,6 +144,7 @@ def main() -> int:
     parser.add_argument("--questions", type=int, default=200, help="of the held-out list")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32; bfloat16 for shape")
+    parser.add_argument("--stacked", action="store_true", help="leave the layers' weights stacked on a GPU, too")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all rows as JSON")
     parser.add_argument("--batches", default="1,16", help="of shape")
     for field in dataclasses.fields(Shape):

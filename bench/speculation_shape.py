@@ -42,7 +42,7 @@ class Shape:
     block_size: int = 16
     context: int = 4096
     page_size: int = 16
-    cycles: int = 16  # a timed call
+    cycles: int = 32  # a timed call
     repeats: int = 5
 
     @property
@@ -91,7 +91,7 @@ def make_params(shape: Shape, dtype: Any) -> tuple[Params, Params]:
     """Target and draft."""
     target = _nested(decoder.weight_shapes(shape.target), shape.layers)
     own = _nested(draft.weight_shapes(shape.draft), shape.draft_layers)
-    return random_tree(target, dtype), random_tree(own, dtype)
+    return decoder.unstack(random_tree(target, dtype)), random_tree(own, dtype)
 
 
 def make_state(shape: Shape, setting: Setting, batch: int, dtype: Any) -> tuple[Requests, State]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.dflash.speculate import SpeculationStats, Speculator
+from jattn.dflash.speculate import SpeculationStats, Speculator, compile_all
 from jattn.generate import Completion, Generator, Sampling, generate
 from jattn.interrupts import until_interrupted
 from jattn.models.dense import dense_forward
@@ -71,21 +72,34 @@ def speculation(model: LoadedModel, greedy: Sequence[Completion], max_tokens: in
     drawing = Sampling(max_tokens, 1.0, seed=1)
     drawn = generate(model.params, model.config, prompts, drawing, num_slots=3, step_tokens=64, max_len=512)
     plain = [[c.tokens for c in done] for done in (greedy, drawn)]
-    names = [*CONTROLS, *(["draft"] if shipped_draft(model) else [])]
+    own = shipped_draft(model)
+    if own is None:
+        print(f"No draft is shipped for {model.name}: only the controls are shown. `jattn train-draft` makes one.\n")
+    named: dict[str, tuple[Any, ...]] = {"plain": ()}  # in the same loop, with blocks of one
+    named |= {name: proposer_named(name, model) for name in (*CONTROLS, *(["draft"] if own else []))}
+
+    def start(name: str) -> Speculator:
+        return Speculator(model.params, model.config, *named[name], num_slots=3, step_tokens=64, max_len=512)
+
+    print(f"Compiling {', '.join(named)} ...", flush=True)
+    compile_all([start(name) for name in named])
     rows: list[tuple[str, bool, SpeculationStats, SpeculationStats]] = []
-    for name in names:
-        print(f"Speculating with {name} ...", flush=True)
-        proposer, drafting = proposer_named(name, model)
+    for name in named:
+        print(f"Speculating with {name} ..." if named[name] else "Decoding plainly ...", flush=True)
         all_stats, same = [], True
         for sampling, want in zip((Sampling(max_tokens), drawing), plain, strict=True):
-            speculator = Speculator(
-                model.params, model.config, proposer, drafting, num_slots=3, step_tokens=64, max_len=512
-            )
-            same = same and [c.tokens for c in speculator.run(prompts, sampling)] == want
+            speculator = start(name)
+            same = same and [c.tokens for c in until_done(speculator, prompts, sampling)] == want
             all_stats.append(speculator.stats)
         rows.append((name, same, all_stats[0], all_stats[1]))
     _speculation_table(rows)
     return all(row[1] for row in rows)
+
+
+def until_done(speculator: Speculator, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
+    """All completions; Ctrl-C stops between some blocks."""
+    done = {n: completion for n, completion, _ in until_interrupted(speculator.stream(prompts, sampling, cycles=64))}
+    return [done[n] for n in sorted(done)]
 
 
 def _speculation_table(rows: Sequence[tuple[str, bool, SpeculationStats, SpeculationStats]]) -> None:
@@ -99,12 +113,16 @@ def _speculation_table(rows: Sequence[tuple[str, bool, SpeculationStats, Specula
     for name, same, greedy, drawn in rows:
         saved = f"{100 * greedy.saved:.0f} %, {100 * drawn.saved:.0f} %"
         taus = (f"{greedy.tau:.2f}", f"{drawn.tau:.2f}")
-        table.add_row(name, "yes" if same else "NO", *taus, saved, f"{greedy.rate:.1f}")
+        rates = f"{greedy.rate:.1f}, {drawn.rate:.1f}"
+        table.add_row(name, "yes" if same else "NO", *taus, saved, rates)
     console = Console()
     console.print(table)
-    for name, _, greedy, _ in rows:
-        kept = " ".join(f"{x:.2f}" for x in greedy.acceptance)
-        console.print(f"greedy, kept by position in the block: {kept}  {name}", highlight=False)
+    console.print("Share of the blocks that were kept up to each position:")
+    for name, _, *both in rows:
+        for kind, stats in zip(("greedy", "drawn"), both, strict=True):
+            if len(stats.acceptance):
+                kept = " ".join(f"{x:.2f}" for x in stats.acceptance)
+                console.print(f"  {kept}  {name}, {kind}", highlight=False)
 
 
 def worst_difference(model: LoadedModel, completion: Completion) -> float:

@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -62,17 +63,21 @@ def run(args: argparse.Namespace, model: LoadedModel, prompts: Sequence[Sequence
     longest = min(max(map(len, prompts)) + sampling.max_tokens, limit)
     needs = sorted(pages_needed(len(p), sampling, args.page_size, limit) for p in prompts)
     slots = min(len(prompts), MAX_SLOTS)
-    speculator = Speculator(
-        model.params,
-        model.config,
-        proposer,
-        drafting,
-        block_size=args.block_size,
-        num_slots=slots,
-        page_size=args.page_size,
-        num_pages=max(1, sum(needs[-slots:])),
-        max_len=longest,
-    )
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", UserWarning)
+        speculator = Speculator(
+            model.params,
+            model.config,
+            proposer,
+            drafting,
+            block_size=args.block_size,
+            num_slots=slots,
+            page_size=args.page_size,
+            num_pages=max(1, sum(needs[-slots:])),
+            max_len=longest,
+        )
+    for warning in said:
+        print(f"jattn: warning: {warning.message}", file=sys.stderr)
     titles = [f"> {text}" for text in args.prompts] if len(prompts) > 1 else [""]
     events = until_interrupted(speculator.stream(prompts, sampling))
     first = next(events)  # what cannot run is said before anything is printed

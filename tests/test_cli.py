@@ -168,10 +168,7 @@ def test_explain_fails_where_no_backend_can_run(capsys):
 
 @pytest.mark.parametrize("temperature", ["0", "1"])
 def test_speculation_writes_the_same_text(folder, capsys, tmp_path, temperature):
-    model = load_any.load(folder)
-    stack = dataclasses.replace(tiny_drafts.config().decoder, vocab_size=model.config.vocab_size)
-    config = tiny_drafts.config(decoder=stack, block_size=8)
-    draft = str(checkpoint.save_draft(tmp_path / "draft", config, tiny_drafts.params(tiny_drafts.config())))
+    draft = saved_draft(folder, tmp_path)
     options = ("in there", "a", "--model", folder, "--max-tokens", "20", "--temperature", temperature)
     plain = run(capsys, "generate", *options)
     for name in ("ngram", "repeat", draft):
@@ -181,6 +178,23 @@ def test_speculation_writes_the_same_text(folder, capsys, tmp_path, temperature)
         assert "acceptance length 1." in err and "of at most 8; by position" in err and "passes saved" in err
         assert picture.read_bytes()[:4] == b"\x89PNG"
         picture.unlink()
+
+
+def saved_draft(folder, where):
+    """A random draft for the model, trained for blocks of 8 as far as its file says."""
+    vocab = load_any.load(folder).config.vocab_size
+    stack = dataclasses.replace(tiny_drafts.config().decoder, vocab_size=vocab)
+    config = tiny_drafts.config(decoder=stack, block_size=8)
+    return str(checkpoint.save_draft(where / "draft", config, tiny_drafts.params(tiny_drafts.config())))
+
+
+def test_blocks_longer_than_trained_are_a_warning_in_one_line(folder, capsys, tmp_path):
+    draft = saved_draft(folder, tmp_path)
+    options = ("a", "--model", folder, "--max-tokens", "2", "--speculate", draft, "--block-size", "16")
+    code, _, err = run(capsys, "generate", *options)
+    assert code == 0 and err == (
+        "jattn: warning: block_size: got 16, but the draft was trained for 8; expect less acceptance\n"
+    )
 
 
 @pytest.mark.parametrize(

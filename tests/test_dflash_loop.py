@@ -16,7 +16,7 @@ from jattn.dflash.proposers import DFlash, Oracle
 from jattn.dflash.speculate import ALL, Speculator, speculate
 from jattn.generate import Generator, Sampling
 from jattn.metadata import AttentionMetadata
-from jattn.models.decoder import create_cache, forward
+from jattn.models.decoder import create_cache, forward, unstack
 from tests import tiny_drafts
 from tests import tiny_models as tiny
 
@@ -251,6 +251,21 @@ def test_causal_drafting_changes_drafts_and_never_the_text(drafted):
         came.append(play(speculator, *lay_out(speculator)))
     np.testing.assert_array_equal(came[0][0], came[1][0])
     assert any((a != b).any() for a, b in zip(came[0][1], came[1][1], strict=False))
+
+
+def test_layers_apart_as_stacked(drafted):
+    proposer, weights = drafted
+    apart = Speculator(
+        unstack(tiny.params(CONFIG)),
+        CONFIG,
+        proposer,
+        weights,
+        num_slots=6,
+        step_tokens=16,
+        max_len=MAX_LEN,
+        page_size=4,
+    )
+    assert texts(apart.run(prompts(), WARM)) == plain(WARM)
 
 
 def test_alone_as_in_a_batch():

@@ -12,6 +12,7 @@ import pytest
 
 from jattn import demo, models
 from jattn.generate import Generator, Sampling
+from jattn.speculate_command import shipped_draft
 from jattn.stream import OrderedPrinter
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("smollm2")]
@@ -112,8 +113,13 @@ def test_it_reads_english_and_better_than_with_the_other_rotation(model):
     assert right < 2.0 and wrong > right + 0.5
 
 
-def test_the_demo(capsys):
+def test_the_demo(model, capsys):
     assert demo.run(models.default_model(), max_tokens=8) == 0
     out = capsys.readouterr().out
     assert "The capital of France is Paris." in out and "decode tokens/s" in out and "within 0.001" in out
-    assert "Speculation" in out and "NO" not in out.split("Speculation", 1)[1]
+    table = out.split("Speculation:", 1)[1]
+    proposers = {"plain", "ngram", "repeat"} | ({"draft"} if shipped_draft(model) else set())
+    assert ("No draft is shipped" in out) is ("draft" not in proposers)
+    rows = [line.replace("│", "|").split("|")[1:-1] for line in table.splitlines() if " yes " in line]
+    assert {row[0].strip() for row in rows} == proposers and "NO" not in table
+    assert "draft" not in proposers or "draft, drawn" in table

@@ -121,10 +121,10 @@ def create_cache(config: DraftConfig, num_pages: int, page_size: int, dtype: Any
 
 
 def prepare(params: Params) -> Params:
-    """Lay the weights of context keys and values side by side, once and not in every step."""
+    """Lay the weights of context keys and values side by side, and the layers apart, once and not in every step."""
     layers = params["layers"]
     both = jnp.concatenate([layers["k"], layers["v"]], 1)  # [L, 2 * KVH * D, E]
-    ready = params | {"context": both.reshape(-1, both.shape[-1])}
+    ready = params | {"context": both.reshape(-1, both.shape[-1]), "each": decoder.unstack(params)["layers"]}
     if "k_bias" in layers:
         ready["context_bias"] = jnp.concatenate([layers["k_bias"], layers["v_bias"]], 1).reshape(-1)
     return ready
@@ -227,7 +227,7 @@ def draft_block(
     """All draft layers over the blocks of a batch, whose context is in the cache.
 
     Args:
-      params: the draft's.
+      params: of `prepare`.
       config: the draft.
       target: the target's parameters; only the embedding is used.
       cache: the draft's; the block's keys and values go to its slots as scratch. Donate it.
@@ -244,8 +244,7 @@ def draft_block(
     cos_sin = decoder.rotary(d, positions)
     anchor = meta.seq_lens - jnp.diff(meta.query_start_loc)
     x = embed_block(params, config, target, tokens)
-    for index in range(d.num_layers):
-        weights = jax.tree.map(lambda w, index=index: w[index], params["layers"])
+    for index, weights in enumerate(params["each"]):
         causal, window, start = layer_mask(config, index, anchor)
         here = decoder.of_layer(meta, index, pages, cache.page_size).replace(causal=causal, kv_start=start)
 

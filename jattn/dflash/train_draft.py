@@ -18,7 +18,7 @@ from jattn.dflash.checkpoint import save_draft
 from jattn.dflash.draft import DraftConfig
 from jattn.dflash.model_card import model_card
 from jattn.dflash.proposers import DFlash, NGram, Proposer, Repeat
-from jattn.dflash.speculate import speculate
+from jattn.dflash.speculate import Speculator, compile_all
 from jattn.dflash.train import Recipe
 from jattn.dflash.train_progress import Bar
 from jattn.generate import Completion, Sampling
@@ -307,22 +307,17 @@ def measure_taus(
         "ngram": (NGram(), None),
         "repeat": (Repeat(), None),
     }
-    longest = max(map(len, asked)) + _MEASURED_TOKENS
+    longest = min(max(map(len, asked)) + _MEASURED_TOKENS, model.config.max_position_embeddings)
+    sizes: dict[str, Any] = {"block_size": plan.block_size, "num_slots": min(8, len(asked)), "max_len": longest}
+    start = lambda name: Speculator(target, model.config, *proposers[name], **sizes)  # noqa: E731
+    compile_all([start(name) for name in proposers])
     result: dict[str, Any] = {}
     for kind, heat in (("greedy", 0.0), ("drawn", 1.0)):
         entry: dict[str, Any] = {}
-        for name, (proposer, extra) in proposers.items():
-            done, stats = speculate(
-                target,
-                model.config,
-                asked,
-                Sampling(_MEASURED_TOKENS, heat, plan.recipe.seed),
-                proposer=proposer,
-                drafting=extra,
-                block_size=plan.block_size,
-                num_slots=min(8, len(asked)),
-                max_len=min(longest, model.config.max_position_embeddings),
-            )
+        for name in proposers:
+            speculator = start(name)
+            done = speculator.run(asked, Sampling(_MEASURED_TOKENS, heat, plan.recipe.seed))
+            stats = speculator.stats
             entry[name] = {"tau": stats.tau, "acceptance": stats.acceptance.round(4).tolist()}
             entry["different_8_grams"] = different_grams(done)
         result[kind] = entry
