@@ -58,11 +58,11 @@ def host_times(run: Callable[[], Any], repeats: int) -> list[float]:
     return times
 
 
-def cupti_times(run: Callable[[], Any], repeats: int) -> list[float]:
-    """Device milliseconds of a jitted JAX call: the sum over its kernels, read from CUPTI."""
+def cupti_times(run: Callable[..., Any], repeats: int, *args: Any) -> list[float]:
+    """Device milliseconds of a jitted or compiled JAX call: the sum over its kernels, read from CUPTI."""
     from jax.experimental.mosaic.gpu import profiler
 
-    _, times = profiler.measure(run, iterations=repeats)()
+    _, times = profiler.measure(run, iterations=repeats)(*args)
     return [float(t) for t in np.atleast_1d(np.asarray(times, float))]
 
 
