@@ -325,6 +325,6 @@ def test_a_dry_run_lists_what_would_be_tried(capsys):
 
 def test_each_standard_workload_has_something_to_try():
     for job in tune.jobs_of(tune._parser().parse_args(["--kernel", "hopper,triton"])):
-        assert 3 <= len(tune.fitting(job, ARCH)) <= 9
+        assert 2 <= len(tune.fitting(job, ARCH)) <= 9
         assert job.why_not() == ()
     assert tune_candidates.describe({"registers": (224, 56, 0)}) == "registers=224,56,0"
