@@ -60,14 +60,9 @@ def host_times(run: Callable[[], Any], repeats: int) -> list[float]:
 
 
 def cupti_times(run: Callable[..., Any], repeats: int, *args: Any) -> list[float]:
-    """Device milliseconds of a jitted or compiled JAX call: the sum over its kernels, read from CUPTI.
-
-    A `functools.partial` of such a call is taken apart: wrapped as it is, the profiler would compile it anew each time.
-    """
+    """Device milliseconds of a jitted or compiled JAX call: the sum over its kernels, read from CUPTI."""
     from jax.experimental.mosaic.gpu import profiler
 
-    if isinstance(run, functools.partial):
-        run, args = run.func, run.args + args
     _, times = profiler.measure(run, iterations=repeats)(*args)
     return [float(t) for t in np.atleast_1d(np.asarray(times, float))]
 

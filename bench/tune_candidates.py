@@ -119,14 +119,15 @@ def hopper_candidates(r: AttentionRequest, arch: str) -> dict[str, dict[str, Any
     prefill = query_len > 2 * t.wg_tokens
     tried: list[dict[str, Any]] = [{"q_in_registers": True}]
     if t.wgs == 2 and not t.convert:
-        tried += [{"registers": (224, 56, 0)}]
-        tried += [{"wgs": 1}] if r.head_dim > 128 or not prefill else []
+        if r.head_dim > 128:  # shared memory has no second slot for two warpgroups
+            tried += [{"wgs": 1, "q_slots": 2}]
+        else:
+            tried += [{"registers": (224, 56, 0)}] + ([] if prefill else [{"wgs": 1}])
     if t.wgs == 2 and t.convert:
         tried += [{"wgs": 1, "registers": (240, 40, 152)}, {"block_kv": 64}, {"block_kv": 64, "q_slots": 2}]
     if t.block_kv > 64 and not t.convert:
         tried += [{"block_kv": 64, "stages": most_stages(r, t, 64)}]
-    slots = (1, 2, 4) if query_len == 1 else (1, 2)
-    tried += [{"q_slots": n} for n in slots if n != t.q_slots]
+    tried += [{"q_slots": 3 - t.q_slots}]  # one or two
     if not prefill and not (t.split and 2 * r.num_seqs * r.num_kv_heads < hopper_plan.NUM_PROGRAMS):
         tried += [{"split": not t.split}]  # split prefill shares no keys in the cache: long known to lose
     if r.head_dim == 64 and t.stages < 4:

@@ -177,8 +177,8 @@ def misfits(request: AttentionRequest, t: Tiling) -> tuple[str, ...]:
         reasons.append(f"wgs={t.wgs}: one or two computing warpgroups")
     if t.block_kv % ROWS or not 0 < t.block_kv <= 256:
         reasons.append(f"block_kv={t.block_kv}: a multiple of {ROWS} up to 256, the widest matrix instruction")
-    if t.q_slots not in (1, 2, 4):
-        reasons.append(f"q_slots={t.q_slots}: 1, 2 or 4")
+    if t.q_slots not in (1, 2):  # the computing warpgroups wait for ever with more
+        reasons.append(f"q_slots={t.q_slots}: one or two slots of queries")
     if t.stages < 2 or (request.quantized and t.stages != 2):
         reasons.append(f"stages={t.stages}: at least 2, and 2 of an 8-bit cache")
     if request.batch_invariant and t.split:

@@ -46,16 +46,17 @@ def entry(job: Job, key: dict | None = None, **tile) -> dict:
 
 
 def test_the_exact_shape_is_taken_before_a_nearer_line(table):
-    near, exact = entry(D1, {"page_size": 32}, q_slots=1), entry(D1, q_slots=4)
+    near, exact = entry(D1, {"page_size": 32}, q_in_registers=True), entry(D1, q_slots=1)
     table(near, exact)
-    assert hopper_plan.choose_tiling(D1.request()).q_slots == 4
+    usual = hopper_plan.heuristic(D1.request())
+    assert hopper_plan.choose_tiling(D1.request()) == dataclasses.replace(usual, q_slots=1)
 
 
 @pytest.mark.parametrize("change", [{"page_size": 64}, {"heads": 16}, {"kv_heads": 4}])
 def test_a_near_shape_is_taken(table, change):
-    table(entry(D1, change, q_slots=4))
+    table(entry(D1, change, q_slots=1))
     usual = hopper_plan.heuristic(D1.request())
-    assert hopper_plan.choose_tiling(D1.request()) == dataclasses.replace(usual, q_slots=4)
+    assert hopper_plan.choose_tiling(D1.request()) == dataclasses.replace(usual, q_slots=1)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_a_near_shape_is_taken(table, change):
     ids=lambda change: "-".join(change),
 )
 def test_no_entry_near_means_the_heuristic_and_one_message(table, change, caplog):
-    table(entry(D1, change, q_slots=4))
+    table(entry(D1, change, q_slots=1))
     with caplog.at_level(logging.INFO, "pallas_kernels.tuned"):
         for _ in range(2):
             assert hopper_plan.choose_tiling(D1.request()) == hopper_plan.heuristic(D1.request())
@@ -89,7 +90,7 @@ def test_no_entry_near_means_the_heuristic_and_one_message(table, change, caplog
         ({"registers": [160, 40, 0], "wgs": 2}, "168 to 248 for computing"),
         ({"registers": [168, 176, 0], "wgs": 2, "block_kv": 64}, "24 to 168 for the others"),
         ({"block_kv": 192, "stages": 2, "q_slots": 1}, "to hold"),
-        ({"q_slots": 3}, "q_slots=3"),
+        ({"q_slots": 4, "block_kv": 64}, "q_slots=4"),
         ({"wgs": 3}, "wgs=3"),
         ({"block_kv": 96}, "block_kv=96"),
     ],
@@ -116,14 +117,14 @@ def test_smaller_tiles_of_keys_are_copied_in_smaller_chunks(table):
 
 def test_batch_invariance_never_splits_nor_sums_in_another_order(table):
     request = dataclasses.replace(D1.request(), batch_invariant=True)
-    table(entry(D1, split=True, block_kv=64, q_slots=4))
+    table(entry(D1, split=True, block_kv=64, q_slots=1))
     usual = hopper_plan.heuristic(request)
     assert hopper_plan.choose_tiling(D1.request()).split
-    assert hopper_plan.choose_tiling(request) == dataclasses.replace(usual, q_slots=4)
+    assert hopper_plan.choose_tiling(request) == dataclasses.replace(usual, q_slots=1)
 
 
 def test_without_a_gpu_there_are_no_entries(table, monkeypatch):
-    table(entry(D1, q_slots=4))
+    table(entry(D1, q_slots=1))
     monkeypatch.setattr(tuned, "gpu_arch", lambda: None)
     assert hopper_plan.choose_tiling(D1.request()) == hopper_plan.heuristic(D1.request())
 
@@ -199,7 +200,7 @@ def test_a_neighbour_does_not_replace_a_heuristic_that_was_measured_best(tmp_pat
 
 
 def test_measuring_again_replaces_the_entry_and_keeps_the_others(tmp_path):
-    old, other = entry(P1, q_slots=1), entry(D1, q_slots=4)
+    old, other = entry(P1, q_slots=1), entry(D1, q_slots=1)
     found = outcomes([P1], state_of(tmp_path, P1=times(usual=1.0, inside=0.9)), ARCH)
     assert merged([old, other], found, ARCH) == [other, entry(P1, q_in_registers=True) | {"gain": 1.111}]
     found = outcomes([P1], state_of(tmp_path, P1=times(usual=1.0, inside=1.1)), ARCH)
@@ -324,6 +325,6 @@ def test_a_dry_run_lists_what_would_be_tried(capsys):
 
 def test_each_standard_workload_has_something_to_try():
     for job in tune.jobs_of(tune._parser().parse_args(["--kernel", "hopper,triton"])):
-        assert 3 <= len(tune.fitting(job, ARCH)) <= 9
+        assert 2 <= len(tune.fitting(job, ARCH)) <= 9
         assert job.why_not() == ()
     assert tune_candidates.describe({"registers": (224, 56, 0)}) == "registers=224,56,0"
