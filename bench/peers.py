@@ -60,9 +60,14 @@ def host_times(run: Callable[[], Any], repeats: int) -> list[float]:
 
 
 def cupti_times(run: Callable[..., Any], repeats: int, *args: Any) -> list[float]:
-    """Device milliseconds of a jitted or compiled JAX call: the sum over its kernels, read from CUPTI."""
+    """Device milliseconds of a jitted or compiled JAX call: the sum over its kernels, read from CUPTI.
+
+    A `functools.partial` of such a call is taken apart: wrapped as it is, the profiler would compile it anew each time.
+    """
     from jax.experimental.mosaic.gpu import profiler
 
+    if isinstance(run, functools.partial):
+        run, args = run.func, run.args + args
     _, times = profiler.measure(run, iterations=repeats)(*args)
     return [float(t) for t in np.atleast_1d(np.asarray(times, float))]
 

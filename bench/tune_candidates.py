@@ -79,7 +79,7 @@ class Job:
 
     def why_not(self) -> tuple[str, ...]:
         """Why the kernel cannot run it."""
-        return paged_hopper.lacks(self.request()) if self.kernel == "hopper" else paged_triton.why_not(self.request())
+        return paged_hopper.why_not(self.request()) if self.kernel == "hopper" else paged_triton.why_not(self.request())
 
     def fixed(self, arch: str) -> dict[str, Any]:
         """Fields that every tile of this job has."""
