@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +103,7 @@ def configs() -> Iterator[Config]:
 
 
 def lower(config: Config, target: str) -> list[tuple[str, str, int, int]]:
-    """(kernel, Triton IR as text, warps, stages) of each launch of a call."""
-    from jax._src.interpreters import mlir
-    from jax._src.lib.mlir import ir
-    from jaxlib.triton import dialect
-
+    """(kernel, Triton IR as text, warps, stages) of each launch of a configuration's call."""
     c = config
     kv_dtype = jnp.dtype(c.kv_dtype or c.dtype)
     shapes = {
@@ -137,8 +133,16 @@ def lower(config: Config, target: str) -> list[tuple[str, str, int, int]]:
             raise NotImplementedError("; ".join(reasons))
         return paged_triton.attend(request, operands)
 
+    return lower_call(call, {name: jax.ShapeDtypeStruct(*x) for name, x in shapes.items()}, target)
+
+
+def lower_call(call: Callable[[Any], Any], arrays: Any, target: str) -> list[tuple[str, str, int, int]]:
+    """(kernel, Triton IR as text, warps, stages) of each launch of a call on arrays of these shapes."""
+    from jax._src.interpreters import mlir
+    from jax._src.lib.mlir import ir
+    from jaxlib.triton import dialect
+
     kind, platform, _, _ = TARGETS[target]
-    arrays = {name: jax.ShapeDtypeStruct(*x) for name, x in shapes.items()}
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, 1, platform))):
         module = jax.jit(call).trace(arrays).lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
     launches = []

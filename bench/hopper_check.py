@@ -67,7 +67,7 @@ def check(case: Case) -> tuple[str, str]:
     clean = build(case)
     arrays, static = batches.split(clean)
     request, operands = make_request(**{n: jnp.asarray(x) for n, x in arrays.items()}, **static)
-    if reasons := paged_hopper.lacks(request):
+    if reasons := paged_hopper.why_not(request):
         return "refused", "; ".join(reasons)
     call = jax.jit(lambda operands: paged_hopper.attend(request, operands))
     out, lse = call(operands)

@@ -8,11 +8,18 @@ exit status is 1 if any kernel of the common kinds spills.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
 import re
-import subprocess
+import shutil
 import sys
+import tempfile
+from collections.abc import Callable, Sequence
 from typing import Any
+
+if __name__ == "__main__":
+    os.environ["JAX_PLATFORMS"] = "cpu"  # a GPU that is present is not needed
 
 import jax
 import jax.numpy as jnp
@@ -44,53 +51,80 @@ COMMON = tuple(KINDS)[:4]
 
 def compile_kind(num_tokens: int, num_seqs: int, options: dict[str, Any]) -> None:
     """Compile one kind of call for an H200; ptxas reports on the way."""
+    options = dict(options)
+    dim, kv_dtype = options.pop("head_dim", 128), options.pop("kv_dtype", jnp.bfloat16)
+    shapes = [((num_tokens, 32, dim), jnp.bfloat16), *[((4096, 16, 8, dim), kv_dtype)] * 2]
+    shapes += [((num_seqs, 512), jnp.int32), ((num_seqs,), jnp.int32), ((num_seqs + 1,), jnp.int32)]
+    compile_for_h200(lambda *args: paged_hopper.attend(*make_request(*args, **options)), shapes)
+
+
+def compile_for_h200(call: Callable[..., Any], shapes: Sequence[tuple[tuple[int, ...], Any]]) -> None:
+    """Compile a call of arrays of these shapes and dtypes."""
     from jax.experimental import topologies
     from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
-    options = dict(options)
-    dim, kv_dtype = options.pop("head_dim", 128), options.pop("kv_dtype", jnp.bfloat16)
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name="1x1x1", topology="1x1x1", target_config=H200
     )
     place = SingleDeviceSharding(topology.devices[0])
-    shapes = [((num_tokens, 32, dim), jnp.bfloat16), *[((4096, 16, 8, dim), kv_dtype)] * 2]
-    shapes += [((num_seqs, 512), jnp.int32), ((num_seqs,), jnp.int32), ((num_seqs + 1,), jnp.int32)]
     args = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in shapes]
-
-    def call(*args: Any) -> Any:
-        return paged_hopper.attend(*make_request(*args, **options))
-
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 1, "cuda"))):
         jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",)).compile()
 
 
-def main() -> int:
-    """Compile all kinds in a child process and read what ptxas wrote there."""
-    if "--child" in sys.argv:
-        for name, kind in KINDS.items():
-            print(f"kind {name}", flush=True)
-            compile_kind(*kind)
-        return 0
-    environment = os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "bench.hopper_codegen", "--child"]
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
-    spilled = False
-    kind = kernel = frame = ""
-    for line in done.stdout.splitlines():
-        if line.startswith("kind "):
-            kind = line.removeprefix("kind ")
-        elif found := re.search(r"entry function '(\w+?)_mosaic_gpu", line):
-            kernel = found[1]
+def ptxas_report(compile_: Callable[[], None]) -> list[tuple[str, int, str]]:
+    """(kernel, registers, stack frame and spills) of each kernel that a call of `compile_` compiles.
+
+    The compiler writes them to the process's standard output, so that is caught meanwhile.
+    """
+    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with tempfile.TemporaryFile("w+") as caught:
+        os.dup2(caught.fileno(), 1)
+        try:
+            compile_()
+        finally:
+            sys.stdout.flush()
+            os.dup2(kept, 1)
+            os.close(kept)
+        caught.seek(0)
+        lines = caught.read().splitlines()
+    found = []
+    kernel = frame = ""
+    for line in lines:
+        if name := re.search(r"entry function '(\w+?)_mosaic_gpu", line):
+            kernel = name[1]
         elif "bytes stack frame" in line:
             frame = line.strip()
-        elif found := re.search(r"Used (\d+) registers", line):
-            print(f"{kind:14s} {kernel:24s} {found[1]:>4s} registers, {frame}")
-            spilled |= kind in COMMON and " 0 bytes spill stores" not in frame
-    if done.returncode:
-        print(done.stdout[-2000:])
-    return done.returncode or int("--strict" in sys.argv and spilled)
+        elif registers := re.search(r"Used (\d+) registers", line):
+            found.append((kernel, int(registers[1]), frame))
+    return found
+
+
+def spills(frame: str) -> bool:
+    """Whether ptxas's line on the stack frame tells of any."""
+    return " 0 bytes spill stores" not in frame
+
+
+def why_no_compiler() -> str | None:
+    """What this host lacks to compile for an H200."""
+    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+        return "jax-cuda13-plugin and jax-cuda13-pjrt"
+    return None if shutil.which("ptxas") else "ptxas on PATH"
+
+
+def main() -> int:
+    """Compile all kinds."""
+    if lacking := why_no_compiler():
+        print(f"bench.hopper_codegen needs {lacking}; see `make codegen`", file=sys.stderr)
+        return 2
+    spilled = False
+    for name, kind in KINDS.items():
+        for kernel, registers, frame in ptxas_report(functools.partial(compile_kind, *kind)):
+            print(f"{name:14s} {kernel:24s} {registers:4d} registers, {frame}", flush=True)
+            spilled |= name in COMMON and spills(frame)
+    return int("--strict" in sys.argv and spilled)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import statistics
 import time
@@ -58,11 +59,16 @@ def host_times(run: Callable[[], Any], repeats: int) -> list[float]:
     return times
 
 
-def cupti_times(run: Callable[[], Any], repeats: int) -> list[float]:
-    """Device milliseconds of a jitted JAX call: the sum over its kernels, read from CUPTI."""
+def cupti_times(run: Callable[..., Any], repeats: int, *args: Any) -> list[float]:
+    """Device milliseconds of a jitted or compiled JAX call: the sum over its kernels, read from CUPTI.
+
+    A `functools.partial` of such a call is taken apart: wrapped as it is, the profiler would compile it anew each time.
+    """
     from jax.experimental.mosaic.gpu import profiler
 
-    _, times = profiler.measure(run, iterations=repeats)()
+    if isinstance(run, functools.partial):
+        run, args = run.func, run.args + args
+    _, times = profiler.measure(run, iterations=repeats)(*args)
     return [float(t) for t in np.atleast_1d(np.asarray(times, float))]
 
 
@@ -105,11 +111,11 @@ def jattn_peer(implementation: str | None = None) -> Peer:
         )
         args = (b.q, b.k_cache, b.v_cache, b.block_table, b.seq_lens, b.query_start_loc)
         on_gpu = jax.default_backend() == "gpu"
-        run = (lambda: call(*args)) if on_gpu else (lambda: call(*args).block_until_ready())
+        run = functools.partial(call, *args) if on_gpu else (lambda: call(*args).block_until_ready())
         return Prepared(run, lambda: call(*args), cupti_times if on_gpu else host_times)
 
     name = "jattn" if implementation is None else f"jattn-{implementation}"
-    return Peer(name, ("cpu", "gpu"), None, prepare)
+    return Peer(name, ("gpu",) if implementation == "triton" else ("cpu", "gpu"), None, prepare)
 
 
 # --- peers in JAX ---
@@ -137,7 +143,7 @@ def _jax_nn(implementation: str | None) -> Callable[[Batch], Prepared]:
             lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=implementation)
         )
         on_gpu = jax.default_backend() == "gpu"
-        run = (lambda: call(q, k, v)) if on_gpu else (lambda: call(q, k, v).block_until_ready())
+        run = functools.partial(call, q, k, v) if on_gpu else (lambda: call(q, k, v).block_until_ready())
         return Prepared(run, lambda: call(q, k, v).reshape(b.q.shape), cupti_times if on_gpu else host_times)
 
     return prepare
@@ -160,7 +166,7 @@ def _jax_paged(b: Batch) -> Prepared:
         call = jax.jit(lambda q, k, v, t, n: paged_attention(q, k, v, t, n, k_splits=16))
         args = (q, k, v, b.block_table, b.seq_lens)
         call(*args)
-    return Prepared(lambda: call(*args), lambda: call(*args), cupti_times)
+    return Prepared(functools.partial(call, *args), lambda: call(*args), cupti_times)
 
 
 # --- peers in torch ---
@@ -267,6 +273,7 @@ PEERS: dict[str, Peer] = {
     for p in (
         jattn_peer(),
         jattn_peer("xla"),
+        jattn_peer("triton"),
         Peer("fa3", ("gpu",), "flash_attn_interface", _fa3),
         Peer("flashinfer-fa2", ("gpu",), "flashinfer", _flashinfer("fa2")),
         Peer("flashinfer-fa3", ("gpu",), "flashinfer", _flashinfer("fa3")),

@@ -1,7 +1,9 @@
-"""The roofline picture."""
+"""The roofline picture: `python -m bench.plot results.json roofline.svg` draws one from `bench.run --json`."""
 
 from __future__ import annotations
 
+import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,10 @@ COPY_GBS, MATMUL_TFLOPS = 4260.0, 690.0
 
 
 def roofline(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw achieved TFLOP/s over operations a byte, one mark for each peer and workload, under the two ceilings."""
+    """Draw achieved TFLOP/s over operations a byte, one mark for each peer and workload, under the two ceilings.
+
+    A path without a suffix gives two files, PNG and SVG.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -34,10 +39,24 @@ def roofline(rows: list[dict[str, Any]], path: Path) -> None:
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3, which="both")
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    for file in [path] if path.suffix else [path.with_suffix(".png"), path.with_suffix(".svg")]:
+        figure.savefig(file, dpi=150)
 
 
 def _intensity(row: dict[str, Any]) -> float:
     w = WORKLOADS[row["workload"]]
     item = 1 if "8" in row["kv_dtype"] else 2
     return w.flops / w.min_bytes(item)
+
+
+def main() -> None:
+    """Draw a saved result."""
+    parser = argparse.ArgumentParser("bench.plot", description=__doc__)
+    parser.add_argument("results", type=Path, help="JSON of bench.run")
+    parser.add_argument("picture", type=Path, help=".png or .svg; without a suffix both")
+    args = parser.parse_args()
+    roofline(json.loads(args.results.read_text())["rows"], args.picture)
+
+
+if __name__ == "__main__":
+    main()

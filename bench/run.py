@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import statistics
 import subprocess
 import time
 from pathlib import Path
@@ -22,8 +23,9 @@ from bench.peers import PEERS, CannotRun, Prepared, median_and_spread
 from bench.workloads import CPU_STANDARD, GPU_STANDARD, WORKLOADS, Batch, build, reference_error
 
 HELP = """Times jattn and whichever peers are installed in one process and prints ratios (peer / jattn; above 1: jattn is
-faster). On a GPU, device time (CUPTI for JAX, graph replay for torch); on a CPU, medians of interleaved rounds with two
-threads a peer.
+faster). On a GPU, device time (CUPTI for JAX, graph replay for torch), in two regimes: a burst of a few calls after a
+pause, which runs at the highest clock, and calls on end (--sustained), where heavy kernels meet the power limit and all
+slow down, by unlike amounts. On a CPU, medians of interleaved rounds with two threads a peer.
 
   python -m bench.run                          all standard workloads of this device
   python -m bench.run -w P1,D1 --page-size 64  two of them on larger pages
@@ -38,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     on_gpu = device.platform == "gpu"
     _use_threads(args.threads, on_gpu)
     names = args.workloads.split(",") if args.workloads else list(GPU_STANDARD if on_gpu else CPU_STANDARD)
-    peers = args.peers.split(",") if args.peers else [n for n in PEERS if n != "jattn-xla"]
+    peers = args.peers.split(",") if args.peers else [n for n in PEERS if not n.startswith("jattn-")]
     for chosen, known, what in ((names, WORKLOADS, "workload"), (peers, PEERS, "peer")):
         if unknown := [n for n in chosen if n not in known]:
             raise SystemExit(f"unknown {what} {unknown}; known: {', '.join(known)}")
@@ -47,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         for dtype in args.dtype.split(","):
             for name in names:
                 batch = build(WORKLOADS[name], page_size, dtype, args.kv_dtype or dtype, args.seed)
-                rows += measure(batch, peers, args.repeats, args.rounds, device.platform)
+                rows += measure(batch, peers, args, device.platform)
                 gc.collect()
                 report = {"environment": environment(device), "rows": rows}
                 if args.json:
@@ -60,7 +62,10 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def measure(batch: Batch, peers: list[str], repeats: int, rounds: int, platform_name: str) -> list[dict[str, Any]]:
+PAUSE_S = 0.3  # before each burst on a GPU, so that every peer starts from the same clock
+
+
+def measure(batch: Batch, peers: list[str], args: argparse.Namespace, platform_name: str) -> list[dict[str, Any]]:
     """One row for each peer that is installed; a peer that cannot run says why in its row."""
     w, ready, rows = batch.workload, {}, {}
     for name in peers:
@@ -75,7 +80,7 @@ def measure(batch: Batch, peers: list[str], repeats: int, rounds: int, platform_
             "kv_dtype": batch.k_cache.dtype.name,
         }
         rows[name] = row
-        print(f"{w.name} {name} ...", flush=True)
+        start = time.perf_counter()
         try:
             prepared: Prepared = peer.prepare(batch)
             row["error"] = reference_error(batch, prepared.output())
@@ -85,23 +90,34 @@ def measure(batch: Batch, peers: list[str], repeats: int, rounds: int, platform_
             row["refused"] = f"{type(failure).__name__}: {str(failure)[:200]}"
         else:
             ready[name] = prepared
-    samples: dict[str, list[float]] = {name: [] for name in ready}
-    for _ in range(rounds):  # interleaved, so that drift hits all alike
+        print(f"{w.name} {name}: prepared in {time.perf_counter() - start:.1f} s", flush=True)
+    on_gpu = platform_name == "gpu"
+    burst: dict[str, list[float]] = {name: [] for name in ready}
+    sustained: dict[str, list[float]] = {name: [] for name in ready}
+    for _ in range(args.rounds):  # interleaved, so that drift hits all alike
         for name, prepared in ready.items():
-            samples[name] += prepared.timer(prepared.run, repeats)
-    for name, times in samples.items():
-        median, spread = median_and_spread(times)
+            if on_gpu:
+                time.sleep(PAUSE_S)
+            burst[name] += prepared.timer(prepared.run, args.repeats)
+            if on_gpu and args.sustained:
+                count = min(max(int(args.sustained / statistics.median(burst[name])), 2 * args.repeats), 2000)
+                sustained[name] += prepared.timer(prepared.run, count)[count // 2 :]
+    for name in ready:
+        median, spread = median_and_spread(burst[name])
         rows[name] |= {
             "ms": median,
             "spread_ms": spread,
-            "samples": len(times),
+            "samples": len(burst[name]),
             "tflops": w.flops / median / 1e9,
             "gbs": w.min_bytes(batch.k_cache.dtype.itemsize, batch.q.dtype.itemsize) / median / 1e6,
         }
-    own = rows.get("jattn", {}).get("ms")
+        if sustained[name]:
+            rows[name]["sustained_ms"], rows[name]["sustained_spread_ms"] = median_and_spread(sustained[name])
+    own = rows.get("jattn", {})
     for row in rows.values():
-        if own and "ms" in row:
-            row["times_jattn"] = row["ms"] / own
+        for ratio, field in (("times_jattn", "ms"), ("sustained_times_jattn", "sustained_ms")):
+            if field in own and field in row:
+                row[ratio] = row[field] / own[field]
     return list(rows.values())
 
 
@@ -133,20 +149,21 @@ def _processor() -> str:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """One line a measurement, within 80 columns."""
+    """One line a measurement, within 80 columns; times and ratios of both regimes where both were measured."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("", "dtype", "page", "peer", "ms", "TFLOP/s", "GB/s", "error", "ratio", box=None, pad_edge=False)
+    heads = ("", "dtype", "page", "peer", "ms", "on end", "TFLOP/s", "GB/s", "error", "ratio")
+    table = Table(*heads, box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for row in rows:
         label = (row["workload"], _short(row), str(row["page_size"]), row["peer"])
         if "ms" not in row:
-            print_reason = row["refused"]
-            table.add_row(*label, "-", "", "", "", print_reason[:14])
+            table.add_row(*label, "-", "", "", "", "", row["refused"][:14])
             continue
-        ratio = f"{row['times_jattn']:.2f}" if "times_jattn" in row else ""
-        numbers = (f"{row['ms']:.4g}", f"{row['tflops']:.3g}", f"{row['gbs']:.3g}", f"{row['error']:.1e}", ratio)
-        table.add_row(*label, *numbers)
+        ratios = [f"{row[key]:.2f}" for key in ("times_jattn", "sustained_times_jattn") if key in row]
+        on_end = f"{row['sustained_ms']:.4g}" if "sustained_ms" in row else ""
+        numbers = (f"{row['ms']:.4g}", on_end, f"{row['tflops']:.3g}", f"{row['gbs']:.3g}", f"{row['error']:.0e}")
+        table.add_row(*label, *numbers, " ".join(ratios))
     Console().print(table)
 
 
@@ -175,10 +192,11 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--kv-dtype", metavar="T", help="of the cache (default: q's)")
     p.add_argument("--repeats", type=int, default=10, help="timed calls a round (default 10)")
     p.add_argument("--rounds", type=int, default=3, help="interleaved rounds (default 3)")
+    p.add_argument("--sustained", type=float, default=200, metavar="MS", help="calls on end for so long (default 200)")
     p.add_argument("--threads", type=int, default=2, help="torch's threads on a CPU (default 2)")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--json", metavar="FILE", help="write every result with its environment")
-    p.add_argument("--plot", metavar="FILE", help="draw the roofline (PNG or SVG by name)")
+    p.add_argument("--plot", metavar="FILE", help="draw the roofline: .png, .svg or both (no suffix)")
     return p
 
 

@@ -163,7 +163,7 @@ def parts_seconds(shape: Shape, batch: int, params: Params, drafting: Any, dtype
 
     def view(state: State, requests: Requests) -> View:
         r = rows.pack(state.context, jnp.full_like(state.context, shape.block_size), batch * shape.block_size)
-        return View(state.tokens, state.context, r, requests.table, requests.seed)
+        return View(state.tokens, state.context, r, requests.table, requests.seed, requests.temperature)
 
     def one_draft(params: Params, ready: Any, requests: Requests, state: State, tapped: Array) -> State:
         v = view(state, requests)

@@ -34,7 +34,7 @@ def attend(
     """Attention by the Hopper kernel.
 
     Args:
-      request: the static side of the call; `lacks(request)` must be empty.
+      request: the static side of the call; `paged_hopper.why_not(request)` must be empty.
       operands: its arrays.
       tiling: overrides the tile sizes.
       steps: another form of the steps that the interpreter lacks (tests).

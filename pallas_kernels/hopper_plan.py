@@ -23,6 +23,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels import tuned
 from pallas_kernels.hopper_new_kv import fresh_counts
 from pallas_kernels.masks import key_span
 from pallas_kernels.request import AttentionOperands, AttentionRequest
@@ -77,29 +78,35 @@ class Tiling:
         return -(-ROWS // unit) * unit
 
 
+# What a tuned entry may change of the heuristic's sizes; the rest follows from the request.
+TUNABLE = ("wgs", "block_kv", "stages", "q_slots", "split", "registers", "q_in_registers")
+OTHER_REGISTERS = 40  # of a computing thread, beside scores, probabilities, output and queries
+
+
 def choose_tiling(request: AttentionRequest) -> Tiling:
-    """Tile sizes from static facts alone."""
+    """Tile sizes from static facts alone: measured ones where there are some near, else the heuristic's."""
+    usual, work = heuristic(request), work_of(request)
+    fields = tuned.lookup(tuned.gpu_arch(), "hopper", work, request)
+    if fields is None:
+        return usual
+    tiling = with_fields(request, usual, fields)
+    if reasons := misfits(request, tiling):
+        tuned.say_once(f"the nearest tuned hopper tile for {work}, {fields}, does not fit: {'; '.join(reasons)}")
+        return usual
+    return tiling
+
+
+def heuristic(request: AttentionRequest) -> Tiling:
+    """Tile sizes for shapes that nobody has measured."""
     group, dim = request.group_size, request.head_dim
-    wg_tokens = ROWS // group
-    query_len = likely_query_len(request)
-    short = query_len <= wg_tokens
-    # Four warpgroups leave each thread too few registers for an output row of more than 128.
-    wgs = 1 if short or (request.quantized and dim > 128) else 2
-    if query_bytes(group, wgs, dim) + kv_bytes(request) > SMEM_BYTES - SMALL_BYTES:
-        wgs = 1
-    if query_len <= wgs * wg_tokens:  # one tile a sequence
-        even = fills_rounds(request.num_seqs * request.num_kv_heads)
-    else:
-        tiles = max(request.num_tokens // (wgs * wg_tokens), 1)
-        even = tiles * request.num_kv_heads > 4 * NUM_PROGRAMS
-    split = not (request.batch_invariant or even)
-    block_kv = block_of(dim)
+    wgs = _warpgroups(request)
     col = next(c for c in (64, 32, 16) if dim % c == 0)
     q_slots = 2 if dim <= 128 and group & (group - 1) == 0 else 1
     registers = (232, 40, 0)
     if request.quantized:  # room for K (two stages) and V (one) in 16 bits beside the stages of 8 bits
         q_slots = 2 if wgs == 1 and q_slots == 2 else 1
         registers = (208, 40, 56) if wgs == 2 else (240, 40, 152)
+    block_kv = block_of(dim)
     room = SMEM_BYTES - SMALL_BYTES - q_slots * query_bytes(group, wgs, dim)
     stages = 2 if request.quantized or room // (2 * block_kv * dim * 2) < 4 else 3
     return Tiling(
@@ -110,10 +117,98 @@ def choose_tiling(request: AttentionRequest) -> Tiling:
         q_slots=q_slots,
         chunk=math.gcd(request.page_size, block_kv),
         col=col,
-        split=split,
+        split=not (request.batch_invariant or _even(request, wgs)),
         registers=registers,
         convert=request.quantized,
     )
+
+
+def _warpgroups(request: AttentionRequest) -> int:
+    group, dim = request.group_size, request.head_dim
+    short = likely_query_len(request) <= ROWS // group
+    # Four warpgroups leave each thread too few registers for an output row of more than 128.
+    if short or (request.quantized and dim > 128):
+        return 1
+    return 1 if query_bytes(group, 2, dim) + kv_bytes(request) > SMEM_BYTES - SMALL_BYTES else 2
+
+
+def _even(request: AttentionRequest, wgs: int) -> bool:
+    """Whether whole tiles keep all programs busy."""
+    tokens = wgs * (ROWS // request.group_size)
+    if likely_query_len(request) <= tokens:  # one tile a sequence
+        return fills_rounds(request.num_seqs * request.num_kv_heads)
+    return max(request.num_tokens // tokens, 1) * request.num_kv_heads > 4 * NUM_PROGRAMS
+
+
+def work_of(request: AttentionRequest) -> str:
+    """The kind of work, as the tuned tables name it: what its best sizes hang on beside the shape of heads and pages.
+
+    Lengths of queries (mixed: of some sequences far longer than the mean), whether whole tiles fill the chip, and
+    whether a window keeps each query's keys few.
+    """
+    query_len = likely_query_len(request)
+    if query_len == 1:
+        kind = "decode"
+    elif query_len > 4 * -(-request.num_tokens // request.num_seqs):
+        kind = "mixed"
+    else:
+        kind = "draft" if query_len <= ROWS // request.group_size else "prefill"
+    load = "many tiles" if _even(request, _warpgroups(request)) else "few tiles"
+    return f"{kind}, {load}" + (", window" if request.window[0] is not None else "")
+
+
+def with_fields(request: AttentionRequest, tiling: Tiling, fields: dict[str, Any]) -> Tiling:
+    """Other sizes, as a tuned entry has them.
+
+    `batch_invariant` keeps what decides the order of a row's sums, for the kind of work hangs on the batch.
+    """
+    kept = ("split", "block_kv") if request.batch_invariant else ()
+    changes: dict[str, Any] = {n: tuple(x) if isinstance(x, list) else x for n, x in fields.items() if n not in kept}
+    if unknown := changes.keys() - set(TUNABLE):
+        raise ValueError(f"fields of a tuned hopper tile: got {sorted(unknown)}, expected some of {', '.join(TUNABLE)}")
+    block_kv = changes.get("block_kv", tiling.block_kv)
+    return dataclasses.replace(tiling, chunk=math.gcd(request.page_size, block_kv), **changes)
+
+
+def misfits(request: AttentionRequest, t: Tiling) -> tuple[str, ...]:
+    """Why the kernel of a tiling could not run a request, or not well; empty where it can."""
+    reasons = []
+    if t.wgs not in (1, 2):
+        reasons.append(f"wgs={t.wgs}: one or two computing warpgroups")
+    if t.block_kv % ROWS or not 0 < t.block_kv <= 256:
+        reasons.append(f"block_kv={t.block_kv}: a multiple of {ROWS} up to 256, the widest matrix instruction")
+    if t.q_slots not in (1, 2):  # the computing warpgroups wait for ever with more
+        reasons.append(f"q_slots={t.q_slots}: one or two slots of queries")
+    if t.stages < 2 or (request.quantized and t.stages != 2):
+        reasons.append(f"stages={t.stages}: at least 2, and 2 of an 8-bit cache")
+    if request.batch_invariant and t.split:
+        reasons.append("split: the batch would decide where sums are cut")
+    if free_bytes(request, t) < 0:
+        reasons.append(f"{-free_bytes(request, t)} bytes of shared memory too many")
+    reasons += _register_misfits(t) if t.warpgroups > 2 else []  # with two, each thread has all that it can use
+    if held_registers(request, t) > t.registers[0]:
+        reasons.append(f"{held_registers(request, t)} registers a thread to hold, with {t.registers[0]}")
+    return tuple(reasons)
+
+
+def _register_misfits(t: Tiling) -> list[str]:
+    """What is wrong with the shares that the warpgroups change their registers to."""
+    start = 512 // t.warpgroups // 8 * 8  # a thread's at the launch; of these the loading gives and the computing takes
+    shares = [t.registers[0]] * t.wgs + [t.registers[1]] + [t.registers[2]] * t.convert
+    reasons = []
+    if sum(shares) > start * t.warpgroups:
+        reasons.append(f"registers={t.registers}: more than {start * t.warpgroups} for {t.warpgroups} warpgroups")
+    if min(shares) < 24 or max(shares[t.wgs :]) > start or not start <= t.registers[0] <= 248:
+        reasons.append(f"registers={t.registers}: {start} to 248 for computing, 24 to {start} for the others")
+    if any(x % 8 for x in shares):
+        reasons.append(f"registers={t.registers}: each a multiple of 8")
+    return reasons
+
+
+def held_registers(request: AttentionRequest, t: Tiling) -> int:
+    """Registers of a computing thread: 64 rows of scores, of probabilities (16 bits) and output among 128 threads."""
+    queries = request.head_dim // 4 if t.q_in_registers else 0
+    return t.block_kv * 3 // 4 + request.head_dim // 2 + queries + OTHER_REGISTERS
 
 
 def block_of(dim: int) -> int:
@@ -127,9 +222,9 @@ def query_bytes(group: int, wgs: int, dim: int) -> int:
     return wgs * (-(-ROWS // unit) * unit) * dim * 2
 
 
-def kv_bytes(request: AttentionRequest) -> int:
+def kv_bytes(request: AttentionRequest, block_kv: int | None = None) -> int:
     """Shared memory of two stages of K and V; of an 8-bit cache with its wide tiles."""
-    tile = block_of(request.head_dim) * request.head_dim
+    tile = (block_kv or block_of(request.head_dim)) * request.head_dim
     if not request.quantized:
         return 2 * 2 * tile * 2
     return 2 * 2 * tile + (3 if request.head_dim <= 192 else 2) * tile * 2
@@ -139,7 +234,7 @@ def free_bytes(request: AttentionRequest, t: Tiling) -> int:
     """Shared memory that the large buffers leave, beside what small ones are promised."""
     stages = 2 if request.quantized else t.stages
     queries = t.q_slots * query_bytes(t.group, t.wgs, request.head_dim)
-    return SMEM_BYTES - SMALL_BYTES - queries - kv_bytes(request) * stages // 2
+    return SMEM_BYTES - SMALL_BYTES - queries - kv_bytes(request, t.block_kv) * stages // 2
 
 
 def likely_query_len(request: AttentionRequest) -> int:

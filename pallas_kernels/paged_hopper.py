@@ -17,12 +17,7 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 
 
 def why_not(request: AttentionRequest) -> tuple[str, ...]:
-    """Why this kernel should not run a request: what it lacks, and what no device has confirmed yet; else empty."""
-    return lacks(request) + unproved(request)
-
-
-def lacks(request: AttentionRequest) -> tuple[str, ...]:
-    """What the kernel cannot do."""
+    """What the kernel lacks for a request."""
     r = request
     reasons = []
     if r.q_dtype.name not in ("bfloat16", "float16"):
@@ -51,22 +46,10 @@ def lacks(request: AttentionRequest) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def unproved(request: AttentionRequest) -> tuple[str, ...]:
-    """What runs in the interpreter and compiles for the chip, but has not been compared on one."""
-    reasons = []
-    if request.quantized:
-        reasons.append(
-            f"kv_dtype={request.kv_dtype.name}: the converting warpgroup has not been checked on a device yet"
-        )
-    if request.new_kv:
-        reasons.append("new_k, new_v: copies from two pools have not been checked on a device yet")
-    return tuple(reasons)
-
-
 def attend(request: AttentionRequest, operands: AttentionOperands, **options: Any) -> tuple[Array, Array | None]:
-    """Attention by the Hopper kernel; `lacks(request)` must be empty. For `options` see `hopper_call.attend`."""
+    """Attention by the Hopper kernel; `why_not(request)` must be empty. For `options` see `hopper_call.attend`."""
     from pallas_kernels import hopper_call  # Mosaic GPU takes most of a second to import
 
-    if reasons := lacks(request):
+    if reasons := why_not(request):
         raise NotImplementedError("; ".join(reasons))
     return hopper_call.attend(request, operands, **options)

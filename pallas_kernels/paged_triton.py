@@ -45,6 +45,7 @@ PROGRAMS_A_CORE = 4  # resident narrow programs that hide each other's memory la
 FIXED_SPLITS = 8  # pieces of a narrow tile's keys under batch_invariant
 MERGE_ROWS, MERGE_PARTS = 4, 8
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
+Tiles = tuple[Tile | None, Tile | None]
 
 
 def why_not(request: AttentionRequest) -> tuple[str, ...]:
@@ -65,7 +66,7 @@ def why_not(request: AttentionRequest) -> tuple[str, ...]:
 
 
 def attend(
-    request: AttentionRequest, operands: AttentionOperands, *, interpret: bool = False
+    request: AttentionRequest, operands: AttentionOperands, *, interpret: bool = False, tiles: Tiles = (None, None)
 ) -> tuple[Array, Array | None]:
     """Attention of every query over the pages of its sequence; see `jattn.paged_attention` for the meaning.
 
@@ -73,19 +74,22 @@ def attend(
       request: static options.
       operands: arrays.
       interpret: run the kernel's body as plain JAX operations on any platform: for tests.
+      tiles: override the narrow tile, the wide tile.
     """
     r = request
     if r.num_tokens == 0 or r.num_seqs == 0:
         lse = jnp.full((r.num_tokens, r.num_heads), -jnp.inf)
         return jnp.zeros_like(operands.q), lse if r.return_lse else None
-    out, lse = _attend(r, operands, tuned.gpu_arch(), interpret)
+    out, lse = _attend(r, operands, tuned.gpu_arch(), interpret, tiles)
     return out, lse if r.return_lse else None
 
 
 # jit keeps the trace: a model's layers, which have equal requests, trace the kernel once.
-@functools.partial(jax.jit, static_argnums=(0, 2, 3))
-def _attend(r: AttentionRequest, ops: AttentionOperands, arch: str | None, interpret: bool) -> tuple[Array, Array]:
-    narrow, wide = geometries(r, arch)
+@functools.partial(jax.jit, static_argnums=(0, 2, 3, 4))
+def _attend(
+    r: AttentionRequest, ops: AttentionOperands, arch: str | None, interpret: bool, sizes: Tiles
+) -> tuple[Array, Array]:
+    narrow, wide = geometries(r, arch, sizes)
     seqs = sequences(ops.query_start_loc, ops.seq_lens, r.num_tokens, r.max_pages * r.page_size, r.new_kv)
     seqs = with_padding_rows(seqs, r.num_tokens)
     arrays = _arrays(r, ops)

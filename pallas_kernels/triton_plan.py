@@ -33,8 +33,10 @@ class Geometry:
     head_blocks: int  # programs beside each other: KV heads x blocks of their query heads
 
 
-def geometries(r: AttentionRequest, arch: str | None) -> tuple[Geometry, Geometry | None]:
-    """The narrow tiles, and the wide ones unless narrow tiles alone serve the batch."""
+def geometries(
+    r: AttentionRequest, arch: str | None, tiles: tuple[Tile | None, Tile | None] = (None, None)
+) -> tuple[Geometry, Geometry | None]:
+    """The narrow tiles, and the wide ones unless narrow tiles alone serve the batch; `tiles` override the sizes."""
     heads = min(r.group_size, MAX_HEADS)
     blocks = r.num_kv_heads * -(-r.group_size // heads)
     least = max(MIN_ROWS, power(heads))
@@ -44,20 +46,27 @@ def geometries(r: AttentionRequest, arch: str | None) -> tuple[Geometry, Geometr
         usual = min(-(-r.num_tokens // r.num_seqs), r.max_query_len)
         rows = min(max(least, power(usual * heads)), max(least, NARROW_ROWS))
     tokens = rows // heads if r.batch_invariant else min(rows // heads, r.max_query_len)
-    narrow = Geometry(_tile(r, arch, rows), heads, tokens, blocks)
+    narrow = Geometry(tiles[0] or choose_tile(r, arch, rows), heads, tokens, blocks)
     longest = r.num_tokens if r.batch_invariant else r.max_query_len
     if min(longest, r.num_tokens) <= narrow.tokens:
         return narrow, None
-    tile = _tile(r, arch, None)
+    tile = tiles[1] or choose_tile(r, arch, None)
     tile = dataclasses.replace(tile, rows=max(tile.rows, least))
     return narrow, Geometry(tile, heads, tile.rows // heads, blocks)
 
 
-def _tile(r: AttentionRequest, arch: str | None, rows: int | None) -> Tile:
+def choose_tile(r: AttentionRequest, arch: str | None, rows: int | None) -> Tile:
     """The tile of a narrow kernel of so many rows, or of the wide kernel (None)."""
     if _busy(r):  # measured tiles leave no room for what these hold besides
         return heuristic(r, arch, rows)
-    return tuned.lookup(arch, "triton", "wide" if rows is None else "narrow", rows, r) or heuristic(r, arch, rows)
+    fixed = {} if rows is None else {"rows": rows}
+    fields = tuned.lookup(arch, "triton", work_of(rows), r, **fixed)
+    return heuristic(r, arch, rows) if fields is None else Tile(**fields)
+
+
+def work_of(rows: int | None) -> str:
+    """The kind of work of a tile, as the tuned tables name it."""
+    return "wide" if rows is None else "narrow"
 
 
 def _busy(r: AttentionRequest) -> bool:

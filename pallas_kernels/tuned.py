@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import logging
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
@@ -88,28 +89,42 @@ def up_to_hopper(arch: str | None) -> bool:
     return arch is not None and arch.startswith("sm") and int(arch[2:]) <= 90
 
 
-def lookup(arch: str | None, kernel: str, work: str, rows: int | None, request: AttentionRequest) -> Tile | None:
-    """The measured tile of the exact shape, else of the nearest one; None if there is none, with one message.
+def lookup(arch: str | None, kernel: str, work: str, request: AttentionRequest, **fixed: Any) -> dict[str, Any] | None:
+    """The fields of the measured tile of the exact shape, else of the nearest one; None if there is none, with one message.
 
     Args:
       arch: as `gpu_arch` says it.
-      kernel: "triton", ...
+      kernel: "hopper", "triton".
       work: kind of work in the kernel's own words.
-      rows: rows that the tile must have; None leaves them free.
       request: its dtypes and padded head size must match; its heads and page size may be near.
+      fixed: fields that the tile must have, e.g. `rows=64`.
     """
+    fields = nearest(_table(arch or "none"), kernel, work, request, **fixed)
+    if fields is None:
+        say_once(f"no tuned {kernel} tile for {work} on {arch}: using its heuristic")
+    return fields
+
+
+def nearest(
+    entries: Sequence[dict[str, Any]], kernel: str, work: str, request: AttentionRequest, **fixed: Any
+) -> dict[str, Any] | None:
+    """`lookup` in some other table."""
     near = [
-        (_distance(entry, request), index, entry)
-        for index, entry in enumerate(_table(arch or "none"))
+        (_distance(entry, request), index, entry["tile"])
+        for index, entry in enumerate(entries)
         if (entry["kernel"], entry["work"]) == (kernel, work)
         and (entry["q"], entry["kv"]) == (request.q_dtype.name, request.kv_dtype.name)
         and _power(entry["head_dim"]) == _power(request.head_dim)
-        and rows in (None, entry["tile"]["rows"])
+        and fixed.items() <= entry["tile"].items()
     ]
-    if not near:
-        _say_once(f"no tuned {kernel} tile for {work} on {arch}: using its heuristic")
-        return None
-    return Tile(**min(near)[2]["tile"])
+    return min(near)[2] if near else None
+
+
+def shape_key(request: AttentionRequest) -> dict[str, Any]:
+    """What an entry says of the shape that it was measured on."""
+    r = request
+    key = {"q": r.q_dtype.name, "kv": r.kv_dtype.name, "heads": r.num_heads, "kv_heads": r.num_kv_heads}
+    return key | {"head_dim": r.head_dim, "page_size": r.page_size}
 
 
 def _distance(entry: dict[str, Any], r: AttentionRequest) -> tuple[int, int, int]:
@@ -128,5 +143,6 @@ def _table(arch: str) -> tuple[dict[str, Any], ...]:
 
 
 @functools.cache
-def _say_once(text: str) -> None:
+def say_once(text: str) -> None:
+    """Log a message the first time it comes."""
     _log.info(text)

@@ -72,7 +72,7 @@ def view(*texts):
     context = jnp.asarray([len(text) - 1 for text in texts])
     counts = jnp.full(len(texts), 4)
     r = rows.pack(context, counts, 4 * len(texts))
-    return View(jnp.asarray(tokens), context, r, jnp.zeros((len(texts), 1), jnp.int32), context)
+    return View(jnp.asarray(tokens), context, r, jnp.zeros((len(texts), 1), jnp.int32), context, jnp.zeros(len(texts)))
 
 
 def test_lookup_takes_the_latest_of_the_longest_matches():

@@ -107,7 +107,7 @@ def _target(
 
 
 def _view(requests: Requests, state: State, r: rows.Rows) -> View:
-    return View(state.tokens, state.context, r, requests.table, requests.seed)
+    return View(state.tokens, state.context, r, requests.table, requests.seed, requests.temperature)
 
 
 def _ends(requests: Requests, drawn: Int[Array, "S B"]) -> Bool[Array, "S B"]:
