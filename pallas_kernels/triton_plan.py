@@ -57,7 +57,7 @@ def geometries(
 
 def choose_tile(r: AttentionRequest, arch: str | None, rows: int | None) -> Tile:
     """The tile of a narrow kernel of so many rows, or of the wide kernel (None)."""
-    if _busy(r):  # measured tiles leave no room for what these hold besides
+    if _unlike_measured(r):
         return heuristic(r, arch, rows)
     fixed = {} if rows is None else {"rows": rows}
     fields = tuned.lookup(arch, "triton", work_of(rows), r, **fixed)
@@ -74,6 +74,14 @@ def _busy(r: AttentionRequest) -> bool:
     return bool(r.new_kv or r.num_ranges or r.tree_size)
 
 
+def _unlike_measured(r: AttentionRequest) -> bool:
+    """Whether the body holds more than the measured ones, which leave no register over.
+
+    A soft cap does, and so do pages whose positions need a true division.
+    """
+    return _busy(r) or r.soft_cap is not None or r.page_size & (r.page_size - 1) != 0
+
+
 def heuristic(r: AttentionRequest, arch: str | None, rows: int | None) -> Tile:
     """Tiles for shapes that nobody has measured, by the compilers' reports (docs/codegen.md).
 
@@ -84,20 +92,20 @@ def heuristic(r: AttentionRequest, arch: str | None, rows: int | None) -> Tile:
     width = power(max(r.head_dim, MIN_ROWS)) * compute_dtype(r).itemsize  # bytes of one row of K
     if arch is not None and arch.startswith("gfx"):
         return Tile(rows or (128 if width <= 256 else 64), 32, 4, 2 if width <= 256 else 1)
-    old = tuned.before_hopper(arch)
     if compute_dtype(r).itemsize == 4:  # no matrix instruction is exact: many threads hold the accumulators
-        return Tile(rows or 64, 32, 16 if width > 256 else 8, 2)
+        return Tile(rows or 64, 32, 16 if width > 256 else 8, 3 if rows and arch == "sm80" else 2)
+    old = tuned.before_hopper(arch)
     if width > 256:
-        return Tile(rows or 64, 32, 4 if rows else 8, 2)
+        return Tile(rows or 64, 32, 4 if rows and not old else 8, 2)
     if old and (r.num_ranges or r.tree_size):
         return Tile(rows or 64, 32, 8, 2)
-    if old and rows is not None and r.quantized:
-        return Tile(rows, 32, 4, 3)
+    if old and r.quantized:  # the widening holds registers
+        return Tile(rows, 32, 4, 3) if rows else Tile(64, 64, 8, 3)
     if rows is not None:
         return Tile(rows, 32 if _busy(r) else 64, 4, 3)
-    if _busy(r) or arch in ("sm86", "sm89"):
+    if _busy(r) or arch in ("sm86", "sm89") or (old and width <= 64):
         return Tile(128, 32, 8, 3)
-    return Tile(128, 64, 8, 5)
+    return Tile(128, 64, 8, 3 if old and r.alibi else 5)
 
 
 def power(x: int) -> int:

@@ -6,6 +6,7 @@ The usual run takes a subset of the table; `python -m pytest tests/test_paged_tr
 from __future__ import annotations
 
 import functools
+import re
 from types import MappingProxyType
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 import jattn
+from bench import codegen
 from pallas_kernels import dispatch, paged_triton, triton_plan
 from pallas_kernels.request import make_request
 from pallas_kernels.work_plan import split_keys
@@ -149,6 +151,23 @@ def test_refusals_say_why():
         jax.eval_shape(
             functools.partial(jattn.paged_attention, implementation="triton"), q, cache, cache, table, lens, start
         )
+
+
+def key_addresses(pages: int) -> tuple[list[str], int]:
+    """Widths of the offsets of the rows of K and V in a decode, and how many of them are multiplied by D in 64 bits."""
+    shapes = {"q": ((4, 8, 128), "bfloat16")} | dict.fromkeys(("k_cache", "v_cache"), ((pages, 16, 2, 128), "bfloat16"))
+    shapes |= {"block_table": ((4, 64), "int32"), "seq_lens": ((4,), "int32"), "query_start_loc": ((5,), "int32")}
+    arrays = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in shapes.items()}
+    launches = codegen.lower_call(lambda x: paged_triton.attend(*make_request(**x, max_query_len=1)), arrays, "sm90")
+    text = next(text for name, text, *_ in launches if name == "paged_narrow")
+    offsets = re.findall(r"tt\.addptr .*: tensor<64x128x!tt\.ptr<bf16>>, tensor<64x128x(i\d+)>", text)
+    return offsets, len(re.findall(r"arith\.constant 128 : i64", text))
+
+
+def test_a_pool_past_2_to_31_elements_is_addressed_in_64_bits():
+    narrow, wide = key_addresses(4096), key_addresses(2**31 // (16 * 2 * 128) + 1)
+    assert narrow == (["i32"] * 4, 0)  # K and V, with a mask and without
+    assert wide == (["i64"] * 4, 4)  # the row is widened before it is multiplied, not the product after
 
 
 def test_vmap_over_everything():

@@ -309,6 +309,31 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
     assert not any("ms" in results[name] for name in ("off", "nan", "broken"))
 
 
+def test_a_job_of_which_nothing_ran_is_tried_again(pretended_gpu, tmp_path, monkeypatch, capsys):
+    measure = tune.measure
+    monkeypatch.setattr(tune, "measure", lambda job, *_: {n: {"failed": "lost"} for n in job.candidates(ARCH)})
+    assert run(tmp_path) == 0
+    assert "the heuristic failed: lost" in capsys.readouterr().out
+    monkeypatch.setattr(tune, "measure", measure)
+    assert run(tmp_path) == 0
+    assert pretended_gpu == ["P1", "D1"]
+
+
+def test_kernels_from_elsewhere_make_the_clock_be_asked_again(monkeypatch):
+    answers = [RuntimeError("not divisible"), [1.0, 2.0]]
+    client = type("Client", (), {"platform_version": "PJRT C API\ncuda 13000"})()
+    monkeypatch.setattr(tune.jax, "devices", lambda: [type("Device", (), {"client": client})()])
+
+    def clock(call, repeats, *args):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(tune, "cupti_times", clock)
+    assert tune.device_times(None, 2, ()) == [1.0, 2.0]
+
+
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="it would tune")
 def test_without_a_gpu_it_says_what_it_needs():
     with pytest.raises(SystemExit, match=r"needs a GPU(.|\n)*jattn\[cuda\](.|\n)*--dry-run"):
