@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import pytest
 
@@ -23,6 +24,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run every case of the table where an implementation's class names a `subset` for the usual run",
     )
+
+
+    parser.addoption(
+        "--optimized",
+        action="store_true",
+        help="compile as users do: the usual run leaves LLVM's optimiser off, since most of its time is compiling",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose how XLA compiles, before anything asks it to; child processes inherit it."""
+    if not config.getoption("--optimized"):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
