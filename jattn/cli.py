@@ -159,7 +159,7 @@ def _add_train(add: Callable[..., argparse.ArgumentParser]) -> None:
     p.add_argument("--int8", action="store_true", help="write int8 weights with a scale a row instead of bfloat16")
     p.add_argument("--mask-id", type=int, metavar="N", help="the mask (default: the rarest special token)")
     p.add_argument("--taps", metavar="N,N,...", help="layers to tap (default: one more than layers, evenly)")
-    p.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="at its peak (default: 0.001)")
+    p.add_argument("--learning-rate", type=float, default=3e-3, metavar="X", help="at its peak (default: 0.003)")
     p.add_argument("--decay", type=float, default=4.0, metavar="X", help="of the loss along a block (default: 4)")
     p.add_argument("--soft", type=float, default=0.5, metavar="X", help="share of soft labels (default: 0.5)")
     p.add_argument(

@@ -34,7 +34,7 @@ class Recipe:
     steps: int = 8000
     batch: int = 16
     anchors: int = 96  # blocks a text and step; more of them share one pass of the target
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-3
     warmup: float = 0.04  # share of the steps
     clip: float = 1.0
     weight_decay: float = 0.01
