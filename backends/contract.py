@@ -133,9 +133,11 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         """Normalise names and refuse fields that do not fit or contradict each other."""
         try:
-            object.__setattr__(self, "dtype", np.dtype(self.dtype).name)
+            name = None if self.dtype is None else np.dtype(self.dtype).name  # NumPy takes None for float64
         except TypeError:
-            expect(False, "dtype", repr(self.dtype), "a dtype, such as 'bfloat16'")
+            name = None
+        expect(name is not None, "dtype", repr(self.dtype), "a dtype, such as 'bfloat16'")
+        object.__setattr__(self, "dtype", name)
         types = [t.value for t in AttentionType]
         expect(self.attn_type in types, "attn_type", repr(self.attn_type), f"one of {', '.join(types)}")
         object.__setattr__(self, "attn_type", AttentionType(self.attn_type))

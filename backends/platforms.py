@@ -176,6 +176,11 @@ class Tpu(Platform):
 
     name: ClassVar[str] = "tpu"
 
+    def __post_init__(self) -> None:
+        """Refuse what is not a generation."""
+        ok = re.fullmatch(r"v[2-9][ep]?|v?[7-9]x", self.generation) is not None
+        expect(ok, "generation", repr(self.generation), "a TPU generation such as 'v5e', 'v6e' or '7x'")
+
     @property
     def fp8_dtype(self) -> str:
         """TPU v6e has e5m2 only."""
@@ -205,7 +210,7 @@ def parse_platform(platform: Platform | str) -> Platform:
         return Cuda(DeviceCapability(int(found[1]), int(found[2])))
     if found := re.fullmatch(r"(?:rocm:)?(gfx[0-9]{2,3}[0-9a-f])", text):
         return Rocm(found[1])
-    if found := re.fullmatch(r"tpu:?(v?\w+)", text):
+    if found := re.fullmatch(r"tpu:?(v[2-9][ep]?|v?[7-9]x)", text):
         return Tpu(found[1])
     expected = "a Platform, or 'cuda', 'cuda:9.0', 'sm90', 'rocm', 'gfx942', 'cpu', 'tpu', 'tpu:v6e'"
     raise ValueError(f"platform: got {platform!r}, expected {expected}")

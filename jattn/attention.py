@@ -45,7 +45,8 @@ def paged_attention(
 
     Query `i` of sequence `s` is row `query_start_loc[s] + i` of `q` and stands at position
     `seq_lens[s] - query_len + i`; key `p` of the sequence lies in page `block_table[s, p // page_size]`. Everything
-    that is an array may be traced: other lengths, tables, flags or scales do not retrace.
+    that is an array may be traced: other lengths, tables, flags or scales do not retrace. The call is for inference: its
+    loops have traced bounds, so JAX refuses to differentiate it in reverse.
 
     Args:
       q: query rows of all sequences, one after the other. Rows at or past `query_start_loc[-1]` are padding.

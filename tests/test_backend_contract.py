@@ -292,6 +292,7 @@ BAD_CONFIGS = [
     ({"head_size": 0}, "head_size: got 0, expected a positive int"),
     ({"head_size": 64.0}, "head_size: got 64.0"),
     ({"dtype": "float17"}, "dtype: got 'float17'"),
+    ({"dtype": None}, "dtype: got None"),
     ({"kv_cache_dtype": "fp7"}, "kv_cache_dtype: got 'fp7', expected None or one of auto, float16"),
     ({"block_size": 0}, "block_size: got 0"),
     ({"attn_type": "both"}, "attn_type: got 'both', expected one of decoder, encoder"),
@@ -335,11 +336,13 @@ def test_platforms_by_name():
         "float8_e4m3fn",
         "float8_e4m3fn",
     ]
-    for bad in ("gpu", "", None, "gfx9"):
+    for bad in ("gpu", "", None, "gfx9", "tpu:v99", "tpu:nope"):
         with pytest.raises(ValueError, match="platform: got"):
             parse_platform(bad)
     with pytest.raises(ValueError, match="arch: got 'mi300'"):
         Rocm("mi300")
+    with pytest.raises(ValueError, match="generation: got 'v99'"):
+        Tpu("v99")
 
 
 def test_platforms_of_devices():
