@@ -186,26 +186,31 @@ class AttentionBackend:
     supported_kv_cache_dtypes: ClassVar[tuple[str, ...]] = UNQUANTIZED_CACHE_DTYPES
     supported_attn_types: ClassVar[tuple[AttentionType, ...]] = (AttentionType.DECODER,)
     forward_includes_kv_cache_update: ClassVar[bool] = True
+    # What the accessors below say; each subclass has its own.
+    engine_name: ClassVar[str]
+    impl_cls: ClassVar[type]
+    metadata_cls: ClassVar[type]
+    builder_cls: ClassVar[type]
 
-    @staticmethod
-    def get_name() -> str:
+    @classmethod
+    def get_name(cls) -> str:
         """The name by which the engine's metadata refers to the backend."""
-        raise NotImplementedError
+        return cls.engine_name
 
-    @staticmethod
-    def get_impl_cls() -> type:
+    @classmethod
+    def get_impl_cls(cls) -> type:
         """The arithmetic."""
-        raise NotImplementedError
+        return cls.impl_cls
 
-    @staticmethod
-    def get_metadata_cls() -> type:
+    @classmethod
+    def get_metadata_cls(cls) -> type:
         """What `forward` takes as metadata."""
-        raise NotImplementedError
+        return cls.metadata_cls
 
-    @staticmethod
-    def get_builder_cls() -> type:
+    @classmethod
+    def get_builder_cls(cls) -> type:
         """What makes it from `CommonAttentionMetadata`."""
-        raise NotImplementedError
+        return cls.builder_cls
 
     @staticmethod
     def get_kv_cache_shape(

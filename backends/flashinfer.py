@@ -316,27 +316,11 @@ class FlashInferImpl(AttentionImpl):
 class FlashInferBackend(AttentionBackend):
     """Decoder only, causal and not, on CUDA."""
 
+    engine_name = "FLASHINFER"
+    impl_cls = FlashInferImpl
+    metadata_cls = FlashInferMetadata
+    builder_cls = FlashInferMetadataBuilder
     forward_includes_kv_cache_update = False
-
-    @staticmethod
-    def get_name() -> str:
-        """Its registry name."""
-        return "FLASHINFER"
-
-    @staticmethod
-    def get_impl_cls() -> type:
-        """The arithmetic."""
-        return FlashInferImpl
-
-    @staticmethod
-    def get_metadata_cls() -> type:
-        """Its metadata."""
-        return FlashInferMetadata
-
-    @staticmethod
-    def get_builder_cls() -> type:
-        """Its builder."""
-        return FlashInferMetadataBuilder
 
     @staticmethod
     def get_kv_cache_shape(

@@ -100,30 +100,14 @@ class JattnImpl(AttentionImpl):
 class JattnBackend(AttentionBackend):
     """Whatever `pallas_kernels.dispatch` finds a kernel for."""
 
+    engine_name = "JATTN"
+    impl_cls = JattnImpl
+    metadata_cls = JattnMetadata
+    builder_cls = JattnMetadataBuilder
     supported_dtypes: ClassVar[tuple[str, ...]] = QUERY_DTYPES
     supported_kv_cache_dtypes: ClassVar[tuple[str, ...]] = KV_DTYPES
     supported_attn_types: ClassVar[tuple[AttentionType, ...]] = ATTN_TYPES
     forward_includes_kv_cache_update = False
-
-    @staticmethod
-    def get_name() -> str:
-        """Its registry name."""
-        return "JATTN"
-
-    @staticmethod
-    def get_impl_cls() -> type:
-        """The arithmetic."""
-        return JattnImpl
-
-    @staticmethod
-    def get_metadata_cls() -> type:
-        """Its metadata."""
-        return JattnMetadata
-
-    @staticmethod
-    def get_builder_cls() -> type:
-        """Its builder."""
-        return JattnMetadataBuilder
 
     @staticmethod
     def get_kv_cache_shape(

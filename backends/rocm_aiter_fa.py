@@ -157,28 +157,12 @@ class AiterFlashAttentionImpl(AttentionImpl):
 class AiterFlashAttentionBackend(AttentionBackend):
     """Decoder only, causal and not, on CDNA 3 and later."""
 
+    engine_name = "FLASH_ATTN"  # Not its registry name: the engine calls it as it calls FlashAttention.
+    impl_cls = AiterFlashAttentionImpl
+    metadata_cls = AiterFlashAttentionMetadata
+    builder_cls = AiterFlashAttentionMetadataBuilder
     supported_kv_cache_dtypes = KV_DTYPES
     forward_includes_kv_cache_update = False
-
-    @staticmethod
-    def get_name() -> str:
-        """Not its registry name: the engine calls it as it calls FlashAttention."""
-        return "FLASH_ATTN"
-
-    @staticmethod
-    def get_impl_cls() -> type:
-        """The arithmetic."""
-        return AiterFlashAttentionImpl
-
-    @staticmethod
-    def get_metadata_cls() -> type:
-        """Its metadata."""
-        return AiterFlashAttentionMetadata
-
-    @staticmethod
-    def get_builder_cls() -> type:
-        """Its builder."""
-        return AiterFlashAttentionMetadataBuilder
 
     @staticmethod
     def get_kv_cache_shape(

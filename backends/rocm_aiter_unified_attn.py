@@ -71,23 +71,11 @@ class RocmAiterUnifiedAttentionImpl(RocmAttentionImpl):
 class RocmAiterUnifiedAttentionBackend(RocmAttentionBackend):
     """ROCM_ATTN with sinks and cross-attention, and without non-causal attention."""
 
+    engine_name = "ROCM_AITER_UNIFIED_ATTN"
+    impl_cls = RocmAiterUnifiedAttentionImpl
+    builder_cls = RocmAiterUnifiedAttentionMetadataBuilder
     supported_dtypes = ("float16", "bfloat16")
     supported_attn_types = ATTN_TYPES
-
-    @staticmethod
-    def get_name() -> str:
-        """Its registry name."""
-        return "ROCM_AITER_UNIFIED_ATTN"
-
-    @staticmethod
-    def get_impl_cls() -> type:
-        """The arithmetic."""
-        return RocmAiterUnifiedAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type:
-        """Its builder."""
-        return RocmAiterUnifiedAttentionMetadataBuilder
 
     @staticmethod
     def get_kv_cache_shape(

@@ -153,30 +153,14 @@ class RocmAttentionImpl(AttentionImpl):
 class RocmAttentionBackend(AttentionBackend):
     """Decoder and encoders, causal and not."""
 
+    engine_name = "ROCM_ATTN"
+    impl_cls = RocmAttentionImpl
+    metadata_cls = RocmAttentionMetadata
+    builder_cls = RocmAttentionMetadataBuilder
     supported_dtypes: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32")
     supported_kv_cache_dtypes: ClassVar[tuple[str, ...]] = KV_DTYPES
     supported_attn_types: ClassVar[tuple[AttentionType, ...]] = ATTN_TYPES
     forward_includes_kv_cache_update = False
-
-    @staticmethod
-    def get_name() -> str:
-        """Its registry name."""
-        return "ROCM_ATTN"
-
-    @staticmethod
-    def get_impl_cls() -> type:
-        """The arithmetic."""
-        return RocmAttentionImpl
-
-    @staticmethod
-    def get_metadata_cls() -> type:
-        """Its metadata."""
-        return RocmAttentionMetadata
-
-    @staticmethod
-    def get_builder_cls() -> type:
-        """Its builder."""
-        return RocmAttentionMetadataBuilder
 
     @staticmethod
     def get_kv_cache_shape(
