@@ -29,6 +29,7 @@ def debug_checks() -> Iterator[None]:
         err.throw()
 
     Without it, contradictory traced input has a defined result and reads nothing out of bounds, but raises nothing.
+    Under `vmap` put the `checkify` inside: JAX cannot check loops that are already batched.
     """
     with _enabled(True):
         yield
