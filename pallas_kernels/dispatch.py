@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 from jax import Array
 
-from pallas_kernels import paged_hopper, paged_triton, paged_xla, tuned
+from pallas_kernels import paged_hopper, paged_tpu, paged_triton, paged_xla, tpu_plan, tuned
 from pallas_kernels.request import AttentionOperands, AttentionRequest
 
 Result = tuple[Array, Array | None]  # out [T, H, D] in q's dtype; LSE float32 [T, H], or None where not asked for
@@ -30,6 +30,7 @@ class Implementation(NamedTuple):
 _ALL = (
     Implementation("hopper", ("cuda",), paged_hopper.why_not, paged_hopper.attend, tuned.is_hopper),
     Implementation("triton", ("rocm", "cuda"), paged_triton.why_not, paged_triton.attend, tuned.up_to_hopper),
+    Implementation("tpu", ("tpu",), paged_tpu.why_not, paged_tpu.attend),
     Implementation("xla", (), paged_xla.why_not, paged_xla.attend),
 )
 IMPLEMENTATIONS: Mapping[str, Implementation] = MappingProxyType({i.name: i for i in _ALL})
