@@ -129,7 +129,7 @@ def _outputs(r: AttentionRequest, t: Tiling, items: Items) -> dict[str, jax.Shap
     shape = (r.num_tokens, r.num_kv_heads, r.group_size, r.head_dim)
     found = {"out_hbm": jax.ShapeDtypeStruct(shape, r.q_dtype)}
     if r.return_lse:  # by item, since a copy of single rows of [T, H] would not be aligned
-        shape_of_lse = (items.fields.shape[0], r.num_kv_heads, t.tokens * r.group_size)
+        shape_of_lse = (items.fields.shape[0], r.num_kv_heads, 1, t.tokens * r.group_size)
         found["lse_hbm"] = jax.ShapeDtypeStruct(shape_of_lse, jnp.float32)
     return found
 
@@ -141,7 +141,7 @@ def _scratch(r: AttentionRequest, t: Tiling) -> dict[str, Any]:
 
 
 def _lse_by_token(r: AttentionRequest, t: Tiling, items: Items, lse: Array) -> Array:
-    """[T, H] from [items, KVH, tokens * G]."""
+    """[T, H] from [items, KVH, 1, tokens * G]."""
     index = jnp.arange(t.tokens)
     rows = items.fields[:, ROW, None] + index
     rows = jnp.where(index < items.fields[:, COUNT, None], rows, r.num_tokens)
@@ -166,12 +166,7 @@ def _body(k: Kernel) -> None:
         pl.when(n + 1 < count)(lambda: _announce(k, n + 1))
         copies.queries(k, n, wait)
         pl.when(n >= 2)(lambda: copies.results(k, n - 2, wait))
-        least = 0
-        for tokens in k.t.levels:
-            queries = k.field(n, COUNT)
-            here = (queries > least) & (queries <= tokens)
-            pl.when(here)(functools.partial(_item, k, n, step, tokens))
-            least = tokens
+        _item(k, n, step)
         copies.results(k, n, start)
         return step + k.field(n, TILES)
 
@@ -191,11 +186,11 @@ def _first_keys(k: Kernel, n: Array, buffer: Array) -> None:
     copies.keys(k, n, jnp.int32(0), buffer, start)
 
 
-def _item(k: Kernel, n: Array, step: Array, tokens: int) -> None:
-    """Attention of item n, which has up to `tokens` queries."""
+def _item(k: Kernel, n: Array, step: Array) -> None:
+    """Attention of item n."""
     if k.r.tree_size:
         copies.tree_mask(k, n)
-    tpu_steps.begin(k, n, tokens)
+    tpu_steps.begin(k, n)
     tiles, busy = k.field(n, TILES), k.m["count"][1]
 
     def tile(j: Array, _: None) -> None:
@@ -203,7 +198,7 @@ def _item(k: Kernel, n: Array, step: Array, tokens: int) -> None:
         pl.when(j + 1 < tiles)(lambda: copies.keys(k, n, j + 1, 1 - buffer, start))
         pl.when((j + 1 == tiles) & (n + 1 < busy))(lambda: _first_keys(k, n + 1, 1 - buffer))
         copies.keys(k, n, j, buffer, wait)
-        tpu_steps.take_in(k, n, j, buffer, tokens)
+        tpu_steps.take_in(k, n, j, buffer)
 
     lax.fori_loop(0, tiles, tile, None)
-    tpu_steps.finish(k, n, tokens)
+    tpu_steps.finish(k, n)

@@ -109,7 +109,8 @@ def keys(k: Kernel, n: Array, j: Array, buffer: Array, act: Act) -> None:
         # A table that traced lengths contradict must not lead astray.
         page_id = jnp.clip(m["table"][n & 1, chunk, 0, lane], 0, k.r.num_pages - 1)
         for name in ("k", "v"):
-            target = m[name].at[buffer, i]
+            target = m[name].at[buffer]
+            target = target.at[pl.ds(i * k.r.page_size, k.r.page_size)] if k.r.layout == "NHD" else target.at[i]
             act(pltpu.make_async_copy(m[f"{name}_hbm"].at[page_id], target, m["kv_sem"].at[buffer]))
 
     lax.fori_loop(0, count, page, None)

@@ -154,20 +154,20 @@ def buffers(r: AttentionRequest, t: Tiling) -> dict[str, tuple[tuple[int, ...], 
     f32, compute = np.dtype(np.float32), compute_dtype(r)
     group, heads, dim, keys = r.group_size, r.num_kv_heads, r.head_dim, t.pages * r.page_size
     rows = t.tokens * group
-    page = (r.page_size, heads, dim) if r.layout == "NHD" else (heads, r.page_size, dim)
+    pages = (keys, heads, dim) if r.layout == "NHD" else (t.pages, heads, r.page_size, dim)
     found = {
         "q_in": ((2, t.tokens, heads, group, dim), r.q_dtype),
         "q": ((heads, rows, dim), compute),
         "out": ((2, t.tokens, heads, group, dim), r.q_dtype),
-        "k": ((2, t.pages, *page), r.kv_dtype),
-        "v": ((2, t.pages, *page), r.kv_dtype),
+        "k": ((2, *pages), r.kv_dtype),
+        "v": ((2, *pages), r.kv_dtype),
         "peak": ((heads, rows, 1), f32),
         "total": ((heads, rows, 1), f32),
         "values": ((heads, rows, dim), f32),
         "seen": ((rows, max(keys, t.new_keys)), f32),
     }
     if r.return_lse:
-        found["lse"] = ((2, heads, rows), f32)
+        found["lse"] = ((2, heads, 1, rows), f32)  # the head may be an index only on an axis that is not tiled
     if staged(r):
         found |= dict.fromkeys(("k_heads", "v_heads"), ((heads, keys, dim), compute))
     if r.new_kv:

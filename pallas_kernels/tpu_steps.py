@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,165 +30,228 @@ from pallas_kernels.tile_plan import (
 from pallas_kernels.tpu_copies import Kernel
 from pallas_kernels.tpu_plan import PAGE, SUBLANES, staged
 
+BLOCK_ROWS = 256  # rows of one matrix product: enough to hide the loading of its right side, few enough for short code
+SPLIT_KEYS = 128  # keys that are split by head in one step, for short code
+
 Heads = Callable[[Array], Array]  # KV head -> its keys or values [keys, D]
 
 
-def begin(k: Kernel, n: Array, tokens: int) -> None:
-    """Pack the queries of item n by KV head, row = token * G + head of the group, and clear its softmax states."""
+class Source(NamedTuple):
+    """A key tile in VMEM: `size` keys from position `first` on, of which [least, end) are there and may be seen."""
+
+    keys: Heads
+    values: Heads
+    first: Array
+    size: int
+    least: Array
+    end: Array
+    new: bool  # from beside the cache
+
+
+class Rows(NamedTuple):
+    """A block of an item's rows; row = token * G + head of the group."""
+
+    start: Array | int
+    count: int
+
+    def of(self, ref: Any) -> Any:
+        """The block of a ref whose first axis is rows."""
+        return ref.at[pl.ds(self.start, self.count)]
+
+
+def by_level(k: Kernel, n: Array, act: Callable[[int], None]) -> None:
+    """Run `act(tokens)` for the smallest level that holds item n's queries."""
+    least, queries = 0, k.field(n, COUNT)
+    for tokens in k.t.levels:
+        pl.when((queries > least) & (queries <= tokens))(functools.partial(act, tokens))
+        least = tokens
+
+
+def _block_rows(k: Kernel, tokens: int) -> int:
+    group = k.r.group_size
+    return min(tokens, max(1, 1 << (BLOCK_ROWS // group).bit_length() >> 1)) * group
+
+
+def _by_block(k: Kernel, tokens: int, act: Callable[[Rows], None]) -> None:
+    count = tokens * k.r.group_size
+    size = _block_rows(k, tokens)
+    if count == size:
+        act(Rows(0, size))
+        return
+    step = math.gcd(size, SUBLANES)
+    lax.fori_loop(0, count // size, lambda i, _: act(Rows(pl.multiple_of(i * size, step), size)), None)
+
+
+def begin(k: Kernel, n: Array) -> None:
+    """Pack the queries of item n by KV head, and clear its softmax states."""
+    by_level(k, n, functools.partial(_begin, k, n))
+
+
+def _begin(k: Kernel, n: Array, tokens: int) -> None:
     m, rows = k.m, tokens * k.r.group_size
 
     def head(h: Array, _: None) -> None:
         packed = m["q_in"][n & 1, :tokens, h].reshape(rows, k.r.head_dim)
         m["q"][h, :rows] = packed.astype(m["q"].dtype)
+        for name, value in (("peak", -jnp.inf), ("total", 0.0), ("values", 0.0)):
+            ref = m[name].at[h, :rows]
+            ref[...] = jnp.full(ref.shape, value, jnp.float32)
 
     lax.fori_loop(0, k.r.num_kv_heads, head, None)
-    for name, value in (("peak", -jnp.inf), ("total", 0.0), ("values", 0.0)):
-        ref = m[name].at[:, :rows]
-        ref[...] = jnp.full(ref.shape, value, jnp.float32)
 
 
-def take_in(k: Kernel, n: Array, j: Array, buffer: Array, tokens: int) -> None:
+def take_in(k: Kernel, n: Array, j: Array, buffer: Array) -> None:
     """Take in key tile j of item n, which lies in `buffer`."""
     r, t = k.r, k.t
+    page_first = (k.field(n, PAGE) + j * t.pages) * r.page_size
+    pages = Source(
+        *_page_operands(k, buffer), page_first, t.pages * r.page_size, k.field(n, FIRST), k.field(n, END), False
+    )
     if not r.new_kv:
-        first = (k.field(n, PAGE) + j * t.pages) * r.page_size
-        _tile(k, n, buffer, tokens, first, k.field(n, FIRST), k.field(n, END), False)
+        _split(k, buffer, ("k", "v"))
+        _tile(k, n, pages)
         return
     page_tiles, context = k.page_tiles(n), k.field(n, CONTEXT)
+    least = jnp.maximum(k.field(n, FIRST), context)
+    operands = (lambda h: k.m["new_k_heads"][h]), (lambda h: k.m["new_v_heads"][h])
+    fresh = Source(*operands, least + (j - page_tiles) * t.new_keys, t.new_keys, least, k.field(n, END), True)
 
     @pl.when(j < page_tiles)
     def _() -> None:
-        first = (k.field(n, PAGE) + j * t.pages) * r.page_size
-        _tile(k, n, buffer, tokens, first, k.field(n, FIRST), jnp.minimum(k.field(n, END), context), False)
+        _split(k, buffer, ("k", "v"))
+        _tile(k, n, pages._replace(end=jnp.minimum(pages.end, context)))
 
     @pl.when(j >= page_tiles)
     def _() -> None:
-        least = jnp.maximum(k.field(n, FIRST), context)
-        first = least + (j - page_tiles) * t.new_keys
-        _tile(k, n, buffer, tokens, first, least, k.field(n, END), True)
+        _split(k, buffer, ("new_k", "new_v"))
+        _tile(k, n, fresh)
 
 
-def _tile(k: Kernel, n: Array, buffer: Array, tokens: int, first: Array, least: Array, end: Array, new: bool) -> None:
-    """Take in a buffer of keys from position `first` on, of which [least, end) are there and may be seen."""
-    size = k.t.new_keys if new else k.t.pages * k.r.page_size
-    whole = (first >= jnp.maximum(least, k.field(n, WHOLE))) & (first + size <= jnp.minimum(end, k.field(n, WHOLE_END)))
-
-    @pl.when(whole)
-    def _() -> None:
-        _heads(k, n, tokens, first, size, *_operands(k, buffer, size, None, new), None, new)
-
-    @pl.when(jnp.logical_not(whole))
-    def _() -> None:
-        seen, keep = _mask(k, n, tokens, first, size, least, end)
-        _heads(k, n, tokens, first, size, *_operands(k, buffer, size, keep, new), seen, new)
+def _tile(k: Kernel, n: Array, x: Source) -> None:
+    """Take in a key tile; only edge tiles pay for the mask."""
+    whole = x.first >= jnp.maximum(x.least, k.field(n, WHOLE))
+    whole &= x.first + x.size <= jnp.minimum(x.end, k.field(n, WHOLE_END))
+    pl.when(whole)(lambda: by_level(k, n, lambda tokens: _heads(k, n, tokens, x, None)))
+    pl.when(jnp.logical_not(whole))(
+        lambda: by_level(k, n, lambda tokens: _heads(k, n, tokens, x, _mask(k, n, tokens, x)))
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- operands
 
 
-def _operands(k: Kernel, buffer: Array, size: int, keep: Array | None, new: bool) -> tuple[Heads, Heads]:
-    """K and V of each head in the products' dtype; V is zero where `keep` is false, for 0 x NaN is NaN."""
-    m, r = k.m, k.r
-    if not new and not staged(r):
-        return lambda h: _page_head(k, "k", buffer, h, size), lambda h: _keep(_page_head(k, "v", buffer, h, size), keep)
-    names = ("new_k", "new_v") if new else ("k", "v")
-    for name, which in zip(names, (None, keep), strict=True):
-        if new or r.layout == "NHD":
-            _split_heads(k, name, buffer, size, which)
-        else:
-            _widen_heads(k, name, buffer, size, which)
-    return lambda h: m[f"{names[0]}_heads"][h], lambda h: m[f"{names[1]}_heads"][h]
+def _page_operands(k: Kernel, buffer: Array) -> tuple[Heads, Heads]:
+    """K and V of each head in the products' dtype, from the split copy or from the pages themselves."""
+    m, keys = k.m, k.t.pages * k.r.page_size
+    if staged(k.r):
+        return lambda h: m["k_heads"][h], lambda h: m["v_heads"][h]
+
+    def head_of(name: str) -> Heads:
+        return lambda h: m[name][buffer, :, h].reshape(keys, k.r.head_dim)
+
+    return head_of("k"), head_of("v")
 
 
-def _keep(x: Array, keep: Array | None) -> Array:
-    if keep is None:
-        return x
-    # Masks have the shape of 32-bit registers; selecting 16-bit values would need another one.
-    return jnp.where(keep, x.astype(jnp.float32), 0.0).astype(x.dtype)
-
-
-def _page_head(k: Kernel, name: str, buffer: Array, h: Array, size: int) -> Array:
-    """A head of the HND pages in a buffer."""
-    return k.m[name][buffer, :, h].reshape(size, k.r.head_dim)
-
-
-def _widen_heads(k: Kernel, name: str, buffer: Array, size: int, keep: Array | None) -> None:
-    """Widen the HND pages in a buffer, head by head."""
-    target = k.m[f"{name}_heads"]
-
-    def head(h: Array, _: None) -> None:
-        target[h] = _keep(_widen(_page_head(k, name, buffer, h, size), target.dtype), keep)
-
-    lax.fori_loop(0, k.r.num_kv_heads, head, None)
-
-
-def _split_heads(k: Kernel, name: str, buffer: Array, size: int, keep: Array | None) -> None:
-    """Split a buffer of tokens by head: 8 heads at a time, since an index inside a register's tile must be static."""
-    source, target, heads = k.m[name], k.m[f"{name}_heads"], k.r.num_kv_heads
-
-    def split(x: Any, base: Array | int, count: int) -> None:
-        for h in range(count):
-            one = x[..., h, :].reshape(size, k.r.head_dim)
-            target[base + h] = _keep(_widen(one, target.dtype), keep)
-
-    if heads <= SUBLANES or heads % SUBLANES:
-        for h in range(heads):
-            one = source[buffer, ..., h, :].reshape(size, k.r.head_dim)
-            target[h] = _keep(_widen(one, target.dtype), keep)
+def _split(k: Kernel, buffer: Array, names: tuple[str, str]) -> None:
+    """Copy a buffer of keys and one of values by head, widened, if the products cannot take them as they are."""
+    if not staged(k.r) and names == ("k", "v"):
         return
+    tokens_first = k.r.layout == "NHD" or names != ("k", "v")
+    for name in names:
+        (_split_tokens if tokens_first else _widen_pages)(k, name, buffer)
 
-    def group(i: Array, _: None) -> None:
-        base = pl.multiple_of(i * SUBLANES, SUBLANES)
-        split(source[buffer, ..., pl.ds(base, SUBLANES), :], base, SUBLANES)
 
-    lax.fori_loop(0, heads // SUBLANES, group, None)
+def _widen_pages(k: Kernel, name: str, buffer: Array) -> None:
+    """Widen HND pages."""
+    source, target, size = k.m[name], k.m[f"{name}_heads"], k.r.page_size
+    pages = math.gcd(k.t.pages, max(1, SPLIT_KEYS // size))
+    keys = pages * size
+
+    def step(i: Array, _: None) -> None:
+        c, h = lax.div(i, np.int32(k.r.num_kv_heads)), lax.rem(i, np.int32(k.r.num_kv_heads))
+        one = source[buffer, pl.ds(c * pages, pages), h].reshape(keys, k.r.head_dim)
+        start = pl.multiple_of(c * keys, math.gcd(keys, SPLIT_KEYS))
+        target[h, pl.ds(start, keys)] = _widen(one, target.dtype)
+
+    lax.fori_loop(0, k.t.pages // pages * k.r.num_kv_heads, step, None)
+
+
+def _split_tokens(k: Kernel, name: str, buffer: Array) -> None:
+    """Split tokens by head: 8 heads at a time at most, since an index inside a register's tile must be static."""
+    source, target, heads = k.m[name], k.m[f"{name}_heads"], k.r.num_kv_heads
+    size = target.shape[1]
+    keys = SPLIT_KEYS if size % SPLIT_KEYS == 0 else size
+    together = SUBLANES if heads % SUBLANES == 0 else heads
+    groups = heads // together
+
+    def step(i: Array, _: None) -> None:
+        c, base = lax.div(i, np.int32(groups)), lax.rem(i, np.int32(groups)) * together
+        base = pl.multiple_of(base, together) if groups > 1 else 0
+        run = pl.ds(pl.multiple_of(c * keys, keys), keys) if size > keys else pl.ds(0, keys)
+        for h in range(together):
+            if groups > 1:
+                one = source[buffer, run, pl.ds(base, together)][:, h]
+            else:
+                one = source[buffer, run, h]
+            target[base + h, run] = _widen(one, target.dtype)
+
+    lax.fori_loop(0, size // keys * groups, step, None)
 
 
 def _widen(x: Array, to: np.dtype) -> Array:
     """Stored values in a float dtype, exactly."""
-    if x.dtype == to:
-        return x
-    return x.astype(jnp.float32).astype(to)
+    return x if x.dtype == to else x.astype(jnp.float32).astype(to)
+
+
+def _keep(x: Array, keep: Array) -> Array:
+    """Values of the keys that some row sees, and zeros: what nobody sees may be NaN, and 0 x NaN is NaN."""
+    # Masks have the shape of 32-bit registers; selecting 16-bit values would need another one.
+    return jnp.where(keep, x.astype(jnp.float32), 0.0).astype(x.dtype)
 
 
 # -------------------------------------------------------------------------------------------------------------- mask
 
 
-def _row_tokens(k: Kernel, tokens: int) -> Array:
+def _row_tokens(k: Kernel, rows: Rows) -> Array:
     """The query that each row belongs to, counted within the item; int32 [rows, 1]."""
-    row, group = lax.broadcasted_iota(jnp.int32, (tokens * k.r.group_size, 1), 0), k.r.group_size
+    row, group = rows.start + lax.broadcasted_iota(jnp.int32, (rows.count, 1), 0), k.r.group_size
     if group & (group - 1) == 0:
         return row >> (group.bit_length() - 1)
     # Vectors have no integer division; rows are few enough for float32 to be exact.
     return ((row.astype(jnp.float32) + 0.5) * (1.0 / group)).astype(jnp.int32)
 
 
-def _mask(k: Kernel, n: Array, tokens: int, first: Array, size: int, least: Array, end: Array) -> tuple[Any, Array]:
-    """The mask rule on a tile: a buffer of 1.0 and 0.0 [rows, keys], and the keys that some row sees [keys, 1]."""
-    r, rows = k.r, tokens * k.r.group_size
-    token = _row_tokens(k, tokens)
-    q = k.field(n, POSITION) + token
-    key = first + lax.broadcasted_iota(jnp.int32, (1, size), 1)
-    causal = r.causal if r.causal is not None else jnp.full((rows, 1), k.field(n, CAUSAL)) != 0
+def _mask(k: Kernel, n: Array, tokens: int, x: Source) -> Array:
+    """Write the mask rule on a tile to its buffer as 1.0 and 0.0; return the keys that some row sees [keys, 1]."""
+    seen = k.m["seen"].at[:, : x.size]
+    _by_block(k, tokens, lambda rows: _mask_rows(k, n, x, rows, rows.of(seen)))
+    if not (k.r.num_ranges or k.r.tree_size):  # then every key in [least, end) is seen by some row
+        column = x.first + lax.broadcasted_iota(jnp.int32, (x.size, 1), 0)
+        return (column >= x.least) & (column < x.end)
+    rows = Rows(0, tokens * k.r.group_size)
+    live = jnp.where(_row_tokens(k, rows) < k.field(n, COUNT), 1.0, 0.0)
+    by_key = (((0,), (0,)), ((), ()))
+    # Products of 0 and 1, and sums of fewer than 256 equal ones or of any number, cannot round down to 0.
+    return lax.dot_general(rows.of(seen)[...] * live, jnp.ones((rows.count, 1), jnp.float32), by_key) > 0.5
+
+
+def _mask_rows(k: Kernel, n: Array, x: Source, rows: Rows, seen: Any) -> None:
+    r = k.r
+    q = k.field(n, POSITION) + _row_tokens(k, rows)
+    key = x.first + lax.broadcasted_iota(jnp.int32, (1, x.size), 1)
+    if r.tree_size:  # Mosaic selects between masks only where none of them is replicated (jax 0.12.0.1)
+        q, key = (jnp.broadcast_to(x_pos, (rows.count, x.size)) for x_pos in (q, key))
     visible = masks.visible(
         q,
         key,
-        seq_len=end,
-        causal=causal,
+        seq_len=x.end,
+        causal=r.causal if r.causal is not None else jnp.full((rows.count, 1), k.field(n, CAUSAL)) != 0,
         window=r.window,
-        kv_start=least,
+        kv_start=x.least,
         same_range=_same_range(k, n, q, key) if r.num_ranges else None,
         tree=_tree(k, n, q, key) if r.tree_size else None,
     )
-    seen = k.m["seen"].at[:rows, :size]
-    seen[...] = jnp.broadcast_to(jnp.where(visible, 1.0, 0.0), (rows, size))
-    if not (r.num_ranges or r.tree_size):  # then every key in [least, end) is seen by some row
-        column = first + lax.broadcasted_iota(jnp.int32, (size, 1), 0)
-        return seen, (column >= least) & (column < end)
-    live = jnp.where(token < k.field(n, COUNT), 1.0, 0.0)
-    by_key = (((0,), (0,)), ((), ()))
-    votes = lax.dot_general(seen[...] * live, jnp.ones((rows, 1), jnp.float32), by_key)  # of 0s and 1s: exact
-    return seen, votes > 0.5
+    seen[...] = jnp.broadcast_to(jnp.where(visible, 1.0, 0.0), (rows.count, x.size))
 
 
 def _same_range(k: Kernel, n: Array, q: Array, key: Array) -> Array:
@@ -204,7 +269,7 @@ def _tree(k: Kernel, n: Array, q: Array, key: Array) -> tuple[Array, Array]:
     size = k.r.tree_size
     query_len = k.field(n, SEQ_LEN) - k.field(n, CONTEXT)
     square_start = k.field(n, SEQ_LEN) - jnp.minimum(query_len, size)
-    row, column = (jnp.clip(x - square_start, 0, size - 1) for x in (q, key))
+    row, column = (jnp.clip(x - square_start, 0, size - 1) for x in (q[:, :1], key[:1]))
     rows = jnp.where(row == lax.broadcasted_iota(jnp.int32, (1, size), 1), 1.0, 0.0)
     columns = jnp.where(lax.broadcasted_iota(jnp.int32, (size, 1), 0) == column, 1.0, 0.0)
     bits = jnp.dot(jnp.dot(rows, k.m["tree"][...]), columns)
@@ -214,50 +279,45 @@ def _tree(k: Kernel, n: Array, q: Array, key: Array) -> tuple[Array, Array]:
 # ----------------------------------------------------------------------------------------------------------- softmax
 
 
-def _heads(
-    k: Kernel,
-    n: Array,
-    tokens: int,
-    first: Array,
-    size: int,
-    keys: Heads,
-    values: Heads,
-    seen: Any,
-    new: bool,
-) -> None:
-    """One step of the online softmax for every KV head."""
-    r, m, rows = k.r, k.m, tokens * k.r.group_size
+def _heads(k: Kernel, n: Array, tokens: int, x: Source, keep: Array | None) -> None:
+    """One step of the online softmax for every KV head; `keep` is None where every row sees every key."""
 
     def head(h: Array, _: None) -> None:
-        factor: Any = r.scale
-        if not new and r.k_scale != "none":
-            factor = factor * m["k_scale"][h]
-        logits = _dot(m["q"][h, :rows], keys(h), transposed=True) * factor
-        if r.soft_cap is not None:
-            logits = r.soft_cap * jnp.tanh(logits * (1.0 / r.soft_cap))
-        if r.alibi:
-            q = k.field(n, POSITION) + _row_tokens(k, tokens)
-            distance = q - first - lax.broadcasted_iota(jnp.int32, (1, size), 1)
-            logits -= _by_row(k, "slopes", h, tokens) * jnp.abs(distance).astype(jnp.float32)
-        if seen is not None:
-            logits = jnp.where(seen[...] > 0.0, logits, -jnp.inf)
-        v = values(h)
+        _by_block(k, tokens, lambda rows: _update(k, n, h, x, rows, keep))
 
-        def weigh(p: Array) -> Array:
-            weighed = _dot(p.astype(v.dtype), v)
-            return weighed * m["v_scale"][h] if not new and r.v_scale != "none" else weighed
-
-        state = online_softmax.update(_state(k, h, rows), logits, weigh)
-        m["peak"][h, :rows] = state.peak[:, None]
-        m["total"][h, :rows] = state.total[:, None]
-        m["values"][h, :rows] = state.values
-
-    lax.fori_loop(0, r.num_kv_heads, head, None)
+    lax.fori_loop(0, k.r.num_kv_heads, head, None)
 
 
-def _state(k: Kernel, h: Array, rows: int) -> SoftmaxState:
-    m = k.m
-    return SoftmaxState(m["peak"][h, :rows][:, 0], m["total"][h, :rows][:, 0], m["values"][h, :rows])
+def _update(k: Kernel, n: Array, h: Array, x: Source, rows: Rows, keep: Array | None) -> None:
+    r, m = k.r, k.m
+    factor: Any = r.scale
+    if not x.new and r.k_scale != "none":
+        factor = factor * m["k_scale"][h]
+    logits = _dot(rows.of(m["q"].at[h])[...], x.keys(h), transposed=True) * factor
+    if r.soft_cap is not None:
+        logits = r.soft_cap * jnp.tanh(logits * (1.0 / r.soft_cap))
+    if r.alibi:
+        q = k.field(n, POSITION) + _row_tokens(k, rows)
+        distance = q - x.first - lax.broadcasted_iota(jnp.int32, (1, x.size), 1)
+        logits -= _by_row(k, "slopes", h, rows) * jnp.abs(distance).astype(jnp.float32)
+    v = x.values(h)
+    if keep is not None:
+        logits = jnp.where(rows.of(m["seen"].at[:, : x.size])[...] > 0.0, logits, -jnp.inf)
+        v = _keep(v, keep)
+
+    def weigh(p: Array) -> Array:
+        weighed = _dot(p.astype(v.dtype), v)
+        return weighed * m["v_scale"][h] if not x.new and r.v_scale != "none" else weighed
+
+    state = online_softmax.update(_state(k, h, rows), logits, weigh)
+    rows.of(m["peak"].at[h])[...] = state.peak[:, None]
+    rows.of(m["total"].at[h])[...] = state.total[:, None]
+    rows.of(m["values"].at[h])[...] = state.values
+
+
+def _state(k: Kernel, h: Array, rows: Rows) -> SoftmaxState:
+    peak, total, values = (rows.of(k.m[name].at[h])[...] for name in ("peak", "total", "values"))
+    return SoftmaxState(peak[:, 0], total[:, 0], values)
 
 
 def _dot(a: Array, b: Array, transposed: bool = False) -> Array:
@@ -267,27 +327,31 @@ def _dot(a: Array, b: Array, transposed: bool = False) -> Array:
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _by_row(k: Kernel, name: str, h: Array, tokens: int) -> Array:
+def _by_row(k: Kernel, name: str, h: Array, rows: Rows) -> Array:
     """A value of each query head, spread over the rows of KV head h; float32 [rows, 1]."""
     group = k.r.group_size
-    row = lax.broadcasted_iota(jnp.int32, (tokens * group, 1), 0)
-    in_group = row - _row_tokens(k, tokens) * group
+    row = rows.start + lax.broadcasted_iota(jnp.int32, (rows.count, 1), 0)
+    in_group = row - _row_tokens(k, rows) * group
     spread = jnp.full(row.shape, k.m[name][h * group])
     for g in range(1, group):
         spread = jnp.where(in_group == g, k.m[name][h * group + g], spread)
     return spread
 
 
-def finish(k: Kernel, n: Array, tokens: int) -> None:
-    """Divide by the denominators and lay the results out by token."""
-    r, m, rows, slot = k.r, k.m, tokens * k.r.group_size, n & 1
+def finish(k: Kernel, n: Array) -> None:
+    """Divide by the denominators and lay the results of item n out by token."""
+    by_level(k, n, functools.partial(_finish, k, n))
+
+
+def _finish(k: Kernel, n: Array, tokens: int) -> None:
+    r, m, rows, slot = k.r, k.m, Rows(0, tokens * k.r.group_size), n & 1
 
     def head(h: Array, _: None) -> None:
-        sinks = _by_row(k, "sinks", h, tokens)[:, 0] if r.sinks else None
+        sinks = _by_row(k, "sinks", h, rows)[:, 0] if r.sinks else None
         out, lse = online_softmax.finish(_state(k, h, rows), sinks)
         m["out"][slot, :tokens, h] = out.reshape(tokens, r.group_size, r.head_dim).astype(m["out"].dtype)
         if r.return_lse:
             # Padding rows have no sink either.
-            m["lse"][slot, h, :rows] = jnp.where(k.field(n, REAL) != 0, lse, -jnp.inf)
+            m["lse"][slot, h, :, : rows.count] = jnp.where(k.field(n, REAL) != 0, lse, -jnp.inf)[None, :]
 
     lax.fori_loop(0, r.num_kv_heads, head, None)
