@@ -7,6 +7,7 @@ across items. Query heads of one KV head are packed into the rows of a matrix pr
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -40,7 +41,7 @@ def why_not(request: AttentionRequest) -> tuple[str, ...]:
         chip = tpu_plan.present_chip()
         tiling = tpu_plan.choose_tiling(r, chip)
         facts = CHIPS[chip or "v4"]
-        need = tpu_plan.vmem_bytes(r, tiling)
+        need = tpu_plan.vmem_bytes(tpu_plan.as_stored(r), tiling)
         if need > facts.budget:
             reasons.append(
                 f"the smallest tile takes {need} bytes of VMEM, of which {chip or 'v4'} gives {facts.budget}"
@@ -66,10 +67,13 @@ def attend(
       interpret: `pltpu.InterpretParams` simulates a TPU on any platform: for tests.
       tiling: sizes of the tiles; None chooses them.
     """
-    r = request
+    r = tpu_plan.as_stored(request)
     if r.num_tokens == 0 or r.num_seqs == 0:
         lse = jnp.full((r.num_tokens, r.num_heads), -jnp.inf, jnp.float32)
         return jnp.zeros_like(operands.q), lse if r.return_lse else None
+    if r.layout != request.layout:
+        k_cache, v_cache = (x.swapaxes(1, 2) for x in (operands.k_cache, operands.v_cache))
+        operands = dataclasses.replace(operands, k_cache=k_cache, v_cache=v_cache)
     return _attend(r, operands, tiling or tpu_plan.choose_tiling(r, tpu_plan.present_chip()), interpret)
 
 

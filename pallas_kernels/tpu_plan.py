@@ -92,7 +92,7 @@ class Tiling:
 
 def choose_tiling(r: AttentionRequest, chip: str | None) -> Tiling:
     """Measured sizes where there are some, else as large as the heuristic's aims and the chip's memory allow."""
-    facts = CHIPS[chip or "v4"]
+    r, facts = as_stored(r), CHIPS[chip or "v4"]
     work = "narrow" if r.max_query_len * r.group_size <= MID_ROWS else "wide"
     tile = tuned.lookup(chip, "tpu", work, None, r) or Tile(WIDE_ROWS, KEYS)
     best = None
@@ -144,6 +144,16 @@ def tile_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
     return int(np.prod(lead, dtype=np.int64)) * rows * columns * dtype.itemsize
 
 
+def as_stored(r: AttentionRequest) -> AttentionRequest:
+    """The request in the layout in which XLA holds the pool: NHD pools of very few KV heads lie by head in memory.
+
+    Fewer heads than a packed register row takes would pad it, so XLA's default layout of such a pool has tokens in the
+    heads' place; for the swapped view it then has nothing to copy, where for NHD it would copy the pool.
+    """
+    few = r.layout == "NHD" and r.num_kv_heads < 4 // r.kv_dtype.itemsize
+    return dataclasses.replace(r, layout="HND") if few and r.head_dim % LANES == 0 else r
+
+
 def staged(r: AttentionRequest) -> bool:
     """Whether pages are split by head and widened into a second buffer before their use."""
     return r.layout == "NHD" or r.kv_dtype != compute_dtype(r)
@@ -179,7 +189,7 @@ def buffers(r: AttentionRequest, t: Tiling) -> dict[str, tuple[tuple[int, ...], 
 
 
 def vmem_bytes(r: AttentionRequest, t: Tiling) -> int:
-    """VMEM of all buffers, and of a head's logits, their exponentials and what the compiler holds besides."""
+    """VMEM of all buffers, for a request `as_stored`; of a head's logits, and of what the compiler holds besides."""
     fixed = sum(tile_bytes(shape, dtype) for shape, dtype in buffers(r, t).values())
     shape = (t.tokens * r.group_size, max(t.pages * r.page_size, t.new_keys))
     return fixed + 3 * tile_bytes(shape, np.dtype(np.float32))

@@ -239,8 +239,6 @@ def _mask_rows(k: Kernel, n: Array, x: Source, rows: Rows, seen: Any) -> None:
     r = k.r
     q = k.field(n, POSITION) + _row_tokens(k, rows)
     key = x.first + lax.broadcasted_iota(jnp.int32, (1, x.size), 1)
-    if r.tree_size:  # Mosaic selects between masks only where none of them is replicated (jax 0.12.0.1)
-        q, key = (jnp.broadcast_to(x_pos, (rows.count, x.size)) for x_pos in (q, key))
     visible = masks.visible(
         q,
         key,
@@ -269,7 +267,7 @@ def _tree(k: Kernel, n: Array, q: Array, key: Array) -> tuple[Array, Array]:
     size = k.r.tree_size
     query_len = k.field(n, SEQ_LEN) - k.field(n, CONTEXT)
     square_start = k.field(n, SEQ_LEN) - jnp.minimum(query_len, size)
-    row, column = (jnp.clip(x - square_start, 0, size - 1) for x in (q[:, :1], key[:1]))
+    row, column = (jnp.clip(x - square_start, 0, size - 1) for x in (q, key))
     rows = jnp.where(row == lax.broadcasted_iota(jnp.int32, (1, size), 1), 1.0, 0.0)
     columns = jnp.where(lax.broadcasted_iota(jnp.int32, (size, 1), 0) == column, 1.0, 0.0)
     bits = jnp.dot(jnp.dot(rows, k.m["tree"][...]), columns)

@@ -5,22 +5,13 @@ The usual run takes a subset of the table; `python -m pytest tests/test_paged_tp
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from types import MappingProxyType
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-import jattn
-from pallas_kernels import paged_tpu, tile_plan, tpu_plan
-from pallas_kernels.request import AttentionRequest, make_request
-from tests import batches, oracle, tpu_interpreter
-from tests.cases import CASES, Case, build
-from tests.paged_attention_body import PagedAttentionTests, check_against_oracle
+from tests import tpu_interpreter
+from tests.cases import CASES
+from tests.paged_attention_body import PagedAttentionTests
 
 CHIP_KINDS = {"v5e": "TPU v5 lite", "v6e": "TPU v6 lite", "7x": "TPU7x"}
 
