@@ -14,6 +14,8 @@ from pallas_kernels import dispatch, paged_tpu
 from pallas_kernels.request import make_request
 
 SIMULATED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
+# The simulated chip waits for callbacks most of the time: optimised code would only take longer to make.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def simulate(monkeypatch) -> list[Any]:
@@ -49,4 +51,4 @@ def record_copies(monkeypatch) -> list[tuple[tuple[int, ...], int]]:
 def attend(arrays: dict, static: dict, **options: Any) -> Any:
     """The kernel on the simulated chip; `options` go to `paged_tpu.attend`."""
     arrays = {name: jnp.asarray(x) for name, x in arrays.items()}
-    return jax.jit(lambda a: paged_tpu.attend(*make_request(**a, **static), interpret=SIMULATED, **options))(arrays)
+    return quick_jit(lambda a: paged_tpu.attend(*make_request(**a, **static), interpret=SIMULATED, **options))(arrays)
