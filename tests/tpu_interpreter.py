@@ -13,7 +13,11 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import dispatch, paged_tpu
 from pallas_kernels.request import make_request
 
-SIMULATED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
+# A copy runs on a clock of its own, drawn from those that the cores leave: with the default number all copies share one,
+# which orders them, and a copy into a buffer that is still being read goes unnoticed.
+SIMULATED = pltpu.InterpretParams(
+    detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise", vector_clock_size=64
+)
 # The simulated chip waits for callbacks most of the time: optimised code would only take longer to make.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
