@@ -23,8 +23,9 @@ lint: $(VENV)/.package ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-codegen: $(VENV)/.package ## the Hopper kernel as machine code, without a GPU; needs jax-cuda13-plugin, jax-cuda13-pjrt and ptxas
+codegen: $(VENV)/.package ## the Hopper and TPU kernels as machine code, without either; needs jax-cuda13-plugin, jax-cuda13-pjrt, ptxas and libtpu
 	$(BIN)/python -m bench.hopper_codegen --strict
+	$(BIN)/python -m bench.tpu_codegen --write
 
 clean: ## remove the virtual environment and all caches
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 from jax import Array
 
-from pallas_kernels import paged_hopper, paged_tpu, paged_triton, paged_xla, tuned
+from pallas_kernels import paged_hopper, paged_tpu, paged_triton, paged_xla, tpu_plan, tuned
 from pallas_kernels.request import AttentionOperands, AttentionRequest
 
 Result = tuple[Array, Array | None]  # out [T, H, D] in q's dtype; LSE float32 [T, H], or None where not asked for

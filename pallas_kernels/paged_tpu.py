@@ -109,7 +109,7 @@ def _inputs(r: AttentionRequest, ops: AttentionOperands, items: Items) -> dict[s
     table = jnp.pad(ops.block_table, ((0, 0), (0, chunks * TABLE_CHUNK - r.max_pages)))
     scalars: dict[str, Array | None] = {
         "items": items.fields.reshape(-1),
-        "count": items.count,
+        "count": items.totals,
         "k_scale": None if ops.k_scale is None else jnp.broadcast_to(ops.k_scale, (r.num_kv_heads,)),
         "v_scale": None if ops.v_scale is None else jnp.broadcast_to(ops.v_scale, (r.num_kv_heads,)),
         "sinks": ops.sinks,

@@ -91,10 +91,14 @@ class Tiling:
 
 
 def choose_tiling(r: AttentionRequest, chip: str | None) -> Tiling:
-    """Measured sizes where there are some, else as large as the heuristic's aims and the chip's memory allow."""
-    r, facts = as_stored(r), CHIPS[chip or "v4"]
+    """Measured sizes where there are some, else the heuristic's, as far as the chip's memory allows."""
     work = "narrow" if r.max_query_len * r.group_size <= MID_ROWS else "wide"
-    tile = tuned.lookup(chip, "tpu", work, None, r) or Tile(WIDE_ROWS, KEYS)
+    return tiling_of(r, tuned.lookup(chip, "tpu", work, None, r) or Tile(WIDE_ROWS, KEYS), chip)
+
+
+def tiling_of(r: AttentionRequest, tile: Tile, chip: str | None) -> Tiling:
+    """Tiles of so many rows of queries and so many keys, or the largest smaller ones that fit into the chip's memory."""
+    r, facts = as_stored(r), CHIPS[chip or "v4"]
     best = None
     for tiling in _tilings(r, tile, facts):
         best = tiling
@@ -215,7 +219,7 @@ class Items(NamedTuple):
     """What the kernel works through, in this order: items with keys, then those whose rows see nothing."""
 
     fields: Array  # int32 [N, FIELDS]
-    count: Array  # int32 [2]: items, and those of them with keys
+    totals: Array  # int32 [2]: items, and those of them with keys
 
 
 def items(r: AttentionRequest, ops: AttentionOperands, t: Tiling) -> Items:

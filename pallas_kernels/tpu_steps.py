@@ -52,11 +52,11 @@ class Rows(NamedTuple):
     """A block of an item's rows; row = token * G + head of the group."""
 
     start: Array | int
-    count: int
+    size: int
 
     def of(self, ref: Any) -> Any:
         """The block of a ref whose first axis is rows."""
-        return ref.at[pl.ds(self.start, self.count)]
+        return ref.at[pl.ds(self.start, self.size)]
 
 
 def by_level(k: Kernel, n: Array, act: Callable[[int], None]) -> None:
@@ -214,7 +214,7 @@ def _keep(x: Array, keep: Array) -> Array:
 
 def _row_tokens(k: Kernel, rows: Rows) -> Array:
     """The query that each row belongs to, counted within the item; int32 [rows, 1]."""
-    row, group = rows.start + lax.broadcasted_iota(jnp.int32, (rows.count, 1), 0), k.r.group_size
+    row, group = rows.start + lax.broadcasted_iota(jnp.int32, (rows.size, 1), 0), k.r.group_size
     if group & (group - 1) == 0:
         return row >> (group.bit_length() - 1)
     # Vectors have no integer division; rows are few enough for float32 to be exact.
@@ -232,7 +232,7 @@ def _mask(k: Kernel, n: Array, tokens: int, x: Source) -> Array:
     live = jnp.where(_row_tokens(k, rows) < k.field(n, COUNT), 1.0, 0.0)
     by_key = (((0,), (0,)), ((), ()))
     # Products of 0 and 1, and sums of fewer than 256 equal ones or of any number, cannot round down to 0.
-    return lax.dot_general(rows.of(seen)[...] * live, jnp.ones((rows.count, 1), jnp.float32), by_key) > 0.5
+    return lax.dot_general(rows.of(seen)[...] * live, jnp.ones((rows.size, 1), jnp.float32), by_key) > 0.5
 
 
 def _mask_rows(k: Kernel, n: Array, x: Source, rows: Rows, seen: Any) -> None:
@@ -243,13 +243,13 @@ def _mask_rows(k: Kernel, n: Array, x: Source, rows: Rows, seen: Any) -> None:
         q,
         key,
         seq_len=x.end,
-        causal=r.causal if r.causal is not None else jnp.full((rows.count, 1), k.field(n, CAUSAL)) != 0,
+        causal=r.causal if r.causal is not None else jnp.full((rows.size, 1), k.field(n, CAUSAL)) != 0,
         window=r.window,
         kv_start=x.least,
         same_range=_same_range(k, n, q, key) if r.num_ranges else None,
         tree=_tree(k, n, q, key) if r.tree_size else None,
     )
-    seen[...] = jnp.broadcast_to(jnp.where(visible, 1.0, 0.0), (rows.count, x.size))
+    seen[...] = jnp.broadcast_to(jnp.where(visible, 1.0, 0.0), (rows.size, x.size))
 
 
 def _same_range(k: Kernel, n: Array, q: Array, key: Array) -> Array:
@@ -328,7 +328,7 @@ def _dot(a: Array, b: Array, transposed: bool = False) -> Array:
 def _by_row(k: Kernel, name: str, h: Array, rows: Rows) -> Array:
     """A value of each query head, spread over the rows of KV head h; float32 [rows, 1]."""
     group = k.r.group_size
-    row = rows.start + lax.broadcasted_iota(jnp.int32, (rows.count, 1), 0)
+    row = rows.start + lax.broadcasted_iota(jnp.int32, (rows.size, 1), 0)
     in_group = row - _row_tokens(k, rows) * group
     spread = jnp.full(row.shape, k.m[name][h * group])
     for g in range(1, group):
@@ -350,6 +350,6 @@ def _finish(k: Kernel, n: Array, tokens: int) -> None:
         m["out"][slot, :tokens, h] = out.reshape(tokens, r.group_size, r.head_dim).astype(m["out"].dtype)
         if r.return_lse:
             # Padding rows have no sink either.
-            m["lse"][slot, h, :, : rows.count] = jnp.where(k.field(n, REAL) != 0, lse, -jnp.inf)[None, :]
+            m["lse"][slot, h, :, : rows.size] = jnp.where(k.field(n, REAL) != 0, lse, -jnp.inf)[None, :]
 
     lax.fori_loop(0, r.num_kv_heads, head, None)

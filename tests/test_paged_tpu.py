@@ -178,7 +178,7 @@ def test_the_list_of_items_covers_every_row_once_and_every_visible_key():
     _, operands = make_request(**{n: jnp.asarray(x) for n, x in arrays.items()}, **static)
     tiling = dataclasses.replace(tpu_plan.choose_tiling(request, "v6e"), levels=(4, 16))
     found = tpu_plan.items(request, operands, tiling)
-    count, busy = (int(x) for x in found.count)
+    count, busy = (int(x) for x in found.totals)
     fields = np.asarray(found.fields)
     rows = np.zeros(request.num_tokens, int)
     for item in fields[:count]:
