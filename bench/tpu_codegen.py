@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import json
 import math
 import os
 import re
@@ -274,6 +275,21 @@ def replace_section(path: Path, section: str, begin: str, end: str) -> None:
     path.write_text(before.rstrip("\n") + "\n\n" + section + after)
 
 
+def load(path: Path | None) -> dict[tuple[str, str], Row]:
+    """Rows of an earlier run by chip and configuration; their `config` is its name alone."""
+    lines = path.read_text().splitlines() if path is not None and path.is_file() else []
+    rows = [Row(**json.loads(text)) for text in lines]
+    return {(row.chip, str(row.config)): row for row in rows}
+
+
+def keep(path: Path | None, row: Row) -> None:
+    """Add a row to those kept."""
+    if path is not None:
+        fields = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
+        with path.open("a") as file:
+            file.write(json.dumps(fields | {"config": row.config.name}) + "\n")
+
+
 def prepare_libtpu() -> None:
     """Let libtpu compile on a host that has no TPU: no metadata server, no lock, a slice that it need not find."""
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -290,6 +306,7 @@ def main(argv: list[str] | None = None) -> int:
         "-t", "--chips", default=",".join(TOPOLOGIES), metavar="C,..", help=f"of {', '.join(TOPOLOGIES)}"
     )
     parser.add_argument("-c", "--configs", metavar="TEXT", help="only configurations whose name holds this")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="keep rows as JSON lines; take those that are there")
     parser.add_argument("--write", action="store_true", help="write the section in docs/codegen.md")
     args = parser.parse_args(argv)
     prepare_libtpu()
@@ -297,9 +314,16 @@ def main(argv: list[str] | None = None) -> int:
     work = list(itertools.product(args.chips.split(","), chosen))
     began, rows = time.monotonic(), []
     print(f"{'chip':4} {'configuration':52} {'tile':>11} {'VMEM MB':>7} {'SMEM KB':>7} {'code KB':>8} {'s':>5}")
+    kept = load(args.keep)
     for chip, config in work:
-        rows.append(report(chip, config))
-        print(line(rows[-1]), flush=True)
+        row = kept.get((chip, config.name))
+        if row is None:
+            row = report(chip, config)
+            keep(args.keep, row)
+        else:
+            row = dataclasses.replace(row, config=config)
+        rows.append(row)
+        print(line(row), flush=True)
     bad = sum(bool(row.fault) for row in rows)
     print(f"{len(rows) - bad} of {len(rows)} within the limits, {time.monotonic() - began:.0f} s", file=sys.stderr)
     if args.write:

@@ -247,7 +247,7 @@ def items(r: AttentionRequest, ops: AttentionOperands, t: Tiling) -> Items:
     return Items(fields[order], jnp.stack([count, (used & (tiles_of > 0)).sum()]).astype(jnp.int32))
 
 
-def copied_bytes(r: AttentionRequest, fields: Array) -> Array:
-    """Bytes of K and V pages that the kernel copies for the items: each page of an item's range once, whole."""
+def copied_bytes(r: AttentionRequest, fields: Array) -> int:
+    """Bytes of K and V pages that the kernel copies for concrete items: each page of an item's range once, whole."""
     page = r.page_size * r.num_kv_heads * r.head_dim * r.kv_dtype.itemsize
-    return 2 * page * (fields[:, PAGE_END] - fields[:, PAGE]).sum()
+    return 2 * page * int((fields[:, PAGE_END] - fields[:, PAGE]).sum())
