@@ -27,7 +27,12 @@ from pallas_kernels.tpu_plan import TABLE_CHUNK, TILES, Items, Tiling
 # jit keeps the trace: a model's layers, which have equal requests, trace the kernel once.
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))
 def attend(r: AttentionRequest, ops: AttentionOperands, t: Tiling, interpret: Any) -> tuple[Array, Array | None]:
-    """Launch the kernel for a request `as_stored`, and lay its results out as the call has them."""
+    """Launch the kernel for a request `as_stored`; under `vmap` once for each element, one after the other."""
+    # Pallas cannot batch arrays that stay in HBM (jax 0.12.0.1: "does not have trivial BlockSpec").
+    return jax.custom_batching.sequential_vmap(lambda ops: _attend(r, ops, t, interpret))(ops)
+
+
+def _attend(r: AttentionRequest, ops: AttentionOperands, t: Tiling, interpret: Any) -> tuple[Array, Array | None]:
     items = tpu_plan.items(r, ops, t)
     inputs = _inputs(r, ops, items)
     outputs = _outputs(r, t, items)

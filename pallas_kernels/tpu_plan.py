@@ -92,7 +92,8 @@ class Tiling:
 
 def choose_tiling(r: AttentionRequest, chip: str | None) -> Tiling:
     """Measured sizes where there are some, else the heuristic's, as far as the chip's memory allows."""
-    work = "narrow" if r.max_query_len * r.group_size <= MID_ROWS else "wide"
+    few = r.max_query_len * r.group_size <= MID_ROWS and not r.batch_invariant
+    work = "narrow" if few else "wide"
     return tiling_of(r, tuned.lookup(chip, "tpu", work, None, r) or Tile(WIDE_ROWS, KEYS), chip)
 
 
@@ -114,7 +115,9 @@ def _tilings(r: AttentionRequest, tile: Tile, facts: Chip) -> Iterator[Tiling]:
     tokens = min(_floor_power(max(1, tile.rows // r.group_size)), _power(longest))
     pages = max(1, tile.keys // r.page_size)
     while True:
-        new_keys = min(tile.keys, pages * r.page_size, _power(r.num_tokens)) if r.new_kv else 0
+        new_keys = min(tile.keys, pages * r.page_size) if r.new_kv else 0
+        if not r.batch_invariant:
+            new_keys = min(new_keys, _power(r.num_tokens))
         yield Tiling(_levels(r, tokens), pages, new_keys, facts.vmem * 7 // 8)
         if pages > 1 and (pages * r.page_size > LANES or tokens == 1):
             pages = max(1, pages // 2)

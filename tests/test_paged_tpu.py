@@ -20,7 +20,7 @@ from pallas_kernels import paged_tpu, tile_plan, tpu_copies, tpu_plan, tpu_steps
 from pallas_kernels.request import AttentionRequest, make_request
 from tests import batches, oracle, tpu_interpreter
 from tests.cases import CASES, Case, build
-from tests.paged_attention_body import PagedAttentionTests, check_against_oracle
+from tests.paged_attention_body import PagedAttentionTests, assert_close, check_against_oracle
 
 CHIP_KINDS = {"v5e": "TPU v5 lite", "v6e": "TPU v6 lite", "7x": "TPU7x"}
 
@@ -130,6 +130,16 @@ def test_one_buffer_instead_of_two_is_a_race_that_is_seen(monkeypatch, detectors
     detectors.clear()
 
 
+def test_vmap_over_everything():
+    cases = [Case(name, (1, 3), (20, 4), padding_tokens=0) for name in ("a", "b")]
+    drawn = [build(case) for case in cases]
+    arrays = jax.tree.map(lambda *xs: np.stack(xs), *(batches.split(batch)[0] for batch in drawn))
+    _, static = batches.split(drawn[0])
+    run = jax.vmap(lambda a: paged_tpu.attend(*make_request(**a, **static), interpret=tpu_interpreter.SIMULATED))
+    for got, batch in zip(tpu_interpreter.quick_jit(run)(arrays)[0], drawn, strict=True):
+        assert_close(np.asarray(got).astype(np.float64), oracle.attention(**batch)[0], "float32")
+
+
 # ------------------------------------------------------------------------------------------------------------ traffic
 
 
@@ -207,6 +217,14 @@ def test_tiles_stay_within_the_memory_of_the_chip(chip):
         tiling = tpu_plan.choose_tiling(request, chip)
         fits = tpu_plan.vmem_bytes(request, tiling) <= tpu_plan.CHIPS[chip].budget
         assert fits or tiling.tokens == tiling.pages == 1
+
+
+def test_batch_invariant_tiles_do_not_depend_on_the_batch():
+    options = {"batch_invariant": True, "new_kv": True, "head_dim": 64}
+    alone = requested(Case("alone", (6,), (900,), **options))[0]
+    company = requested(Case("company", (1, 6, 70), (40, 900, 3), max_query_len=70, **options))[0]
+    assert tpu_plan.choose_tiling(alone, "v6e") == tpu_plan.choose_tiling(company, "v6e")
+    assert len(tpu_plan.choose_tiling(alone, "v6e").levels) == 1
 
 
 def test_a_measured_tile_comes_before_the_heuristic(monkeypatch):
