@@ -73,6 +73,12 @@ def requested(case: Case, **changes) -> tuple[AttentionRequest, dict, dict]:
     return make_request(**{n: jnp.asarray(x) for n, x in arrays.items()}, **static)[0], arrays, static
 
 
+def items_of(request: AttentionRequest, arrays: dict, static: dict, tiling: tpu_plan.Tiling) -> tpu_plan.Items:
+    """The list of items of a call."""
+    arrays = {n: jnp.asarray(x) for n, x in arrays.items()}
+    return jax.jit(lambda a: tpu_plan.items(request, make_request(**a, **static)[1], tiling))(arrays)
+
+
 LEVELS = Case("levels", (1, 3, 9, 20), (40, 17, 300, 5), page_size=8, causal="each", window=(60, 2), sinks="finite")
 
 
@@ -173,8 +179,7 @@ def test_each_visible_page_is_copied_once_a_query_tile(name, monkeypatch):
     jax.block_until_ready(tpu_interpreter.attend(arrays, static, tiling=tiling))
     page = (case.page_size, case.num_kv_heads, case.head_dim)
     made = sum(size for shape, size in copies if shape == page)
-    _, operands = make_request(**{n: jnp.asarray(x) for n, x in arrays.items()}, **static)
-    items = tpu_plan.items(request, operands, tiling)
+    items = items_of(request, arrays, static, tiling)
     assert made == tpu_plan.copied_bytes(request, items.fields)
     assert made <= 1.05 * fewest_bytes(case, request, tiling.tokens)
 
@@ -185,9 +190,8 @@ def test_each_visible_page_is_copied_once_a_query_tile(name, monkeypatch):
 def test_the_list_of_items_covers_every_row_once_and_every_visible_key():
     case = dataclasses.replace(LEVELS, query_lens=(1, 3, 0, 40), padding_tokens=7, new_kv=True)
     request, arrays, static = requested(case)
-    _, operands = make_request(**{n: jnp.asarray(x) for n, x in arrays.items()}, **static)
     tiling = dataclasses.replace(tpu_plan.choose_tiling(request, "v6e"), levels=(4, 16))
-    found = tpu_plan.items(request, operands, tiling)
+    found = items_of(request, arrays, static, tiling)
     count, busy = (int(x) for x in found.totals)
     fields = np.asarray(found.fields)
     rows = np.zeros(request.num_tokens, int)
