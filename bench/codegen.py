@@ -318,8 +318,11 @@ def main(argv: list[str] | None = None) -> int:
     for row in rows:
         print(layout.format(*dataclasses.astuple(row)))
     if args.write:
-        Path("docs").mkdir(exist_ok=True)
-        Path("docs/codegen.md").write_text(markdown(rows))
+        page = Path("docs/codegen.md")
+        page.parent.mkdir(exist_ok=True)
+        old = page.read_text() if page.is_file() else ""
+        others = "".join(old.partition("<!-- ")[1:])  # sections of other kernels, each between markers
+        page.write_text(markdown(rows) + ("\n" + others if others else ""))
     faults = [row for row in rows if row.fault]
     print(f"{len(faults)} at fault" if faults else "no spills, no overflow, matrix instructions in every product")
     return 1 if faults else 0

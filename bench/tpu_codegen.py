@@ -222,18 +222,17 @@ def markdown(rows: list[Row]) -> str:
     """A compact section: the grid by chip, head size, KV heads and cache type, the rest one by one."""
     import libtpu
 
+    most = max((row.smem for row in rows if not row.fault), default=0) // 1024
     lines = [
         BEGIN,
         "",
         "## TPU",
         "",
-        f"Compiled by jax {jax.__version__} and libtpu {libtpu.__version__} on a host without a TPU; **no TPU has run the",
-        "kernel**. bfloat16 queries, 4 query heads a KV head, 4096 tokens a table row; decode: 64 sequences of one query;",
-        "mixed: 1024 tokens of 64 sequences. A cell of the grid is `VMEM in MiB, program in KiB`, for pages of 16, 64",
-        "and 256 tokens. VMEM is what the compiler records. SMEM, by the plan, is at most",
-        f"{max((r.smem for r in rows if not r.fault), default=0) // 1024} of 1024 KiB. No program copies the page pool",
-        "where the list below does not say so; where D is no multiple of 128 the pool is in row-major layout",
-        "([tpu-kernel.md](tpu-kernel.md) says why).",
+        f"Compiled by jax {jax.__version__} and libtpu {libtpu.__version__} on a host without a TPU; **no TPU has run it**.",
+        "bfloat16 queries, 4 query heads a KV head, 4096 tokens a table row; decode: 64 sequences of one query; mixed:",
+        "1024 tokens of 64 sequences. A cell of the grid is `VMEM in MiB, program in KiB`, for pages of 16, 64 and 256",
+        f"tokens. VMEM is what the compiler records; SMEM, by the plan, is at most {most} of 1024 KiB. Each program was read",
+        "for a copy of the page pool; where D is no multiple of 128 the pool is row-major ([tpu-kernel.md](tpu-kernel.md)).",
         "",
         "| chip | D | KV heads | KV | decode | mixed |",
         "|---|---|---|---|---|---|",

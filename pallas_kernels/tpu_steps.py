@@ -31,6 +31,7 @@ from pallas_kernels.tpu_copies import Kernel
 from pallas_kernels.tpu_plan import PAGE, SUBLANES, staged
 
 BLOCK_ROWS = 256  # rows of one matrix product: enough to hide the loading of its right side, few enough for short code
+PACKED_ROWS = 16  # rows of bfloat16 in a tile of registers
 SPLIT_KEYS = 128  # keys that are split by head in one step, for short code
 
 Heads = Callable[[Array], Array]  # KV head -> its keys or values [keys, D]
@@ -67,19 +68,18 @@ def by_level(k: Kernel, n: Array, act: Callable[[int], None]) -> None:
         least = tokens
 
 
-def _block_rows(k: Kernel, tokens: int) -> int:
-    group = k.r.group_size
-    return min(tokens, max(1, 1 << (BLOCK_ROWS // group).bit_length() >> 1)) * group
-
-
 def _by_block(k: Kernel, tokens: int, act: Callable[[Rows], None]) -> None:
-    count = tokens * k.r.group_size
-    size = _block_rows(k, tokens)
-    if count == size:
-        act(Rows(0, size))
+    """Run `act` for the rows of `tokens` queries, at most about BLOCK_ROWS at a time."""
+    group = k.r.group_size
+    # A block must begin at whole tiles, which on 7x have 16 rows of bfloat16.
+    least = PACKED_ROWS // math.gcd(PACKED_ROWS, group)
+    block = min(tokens, max(least, 1 << max(1, BLOCK_ROWS // group).bit_length() >> 1))
+    if tokens == block:
+        act(Rows(0, tokens * group))
         return
-    step = math.gcd(size, SUBLANES)
-    lax.fori_loop(0, count // size, lambda i, _: act(Rows(pl.multiple_of(i * size, step), size)), None)
+    size = block * group
+    rows = lambda i: Rows(pl.multiple_of(i * size, PACKED_ROWS), size)  # noqa: E731
+    lax.fori_loop(0, tokens // block, lambda i, _: act(rows(i)), None)
 
 
 def begin(k: Kernel, n: Array) -> None:
@@ -177,11 +177,12 @@ def _widen_pages(k: Kernel, name: str, buffer: Array) -> None:
 
 
 def _split_tokens(k: Kernel, name: str, buffer: Array) -> None:
-    """Split tokens by head: 8 heads at a time at most, since an index inside a register's tile must be static."""
+    """Split tokens by head: a tile of heads at a time, since an index inside a register's tile must be static."""
     source, target, heads = k.m[name], k.m[f"{name}_heads"], k.r.num_kv_heads
     size = target.shape[1]
     keys = SPLIT_KEYS if size % SPLIT_KEYS == 0 else size
-    together = SUBLANES if heads % SUBLANES == 0 else heads
+    tile = SUBLANES * 4 // source.dtype.itemsize
+    together = tile if heads % tile == 0 else heads
     groups = heads // together
 
     def step(i: Array, _: None) -> None:
