@@ -26,9 +26,10 @@ lint: $(VENV)/.package ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-codegen: $(VENV)/.package $(VENV)/.codegen ## GPU kernels as machine code, without a GPU; writes docs/codegen.md
+codegen: $(VENV)/.package $(VENV)/.codegen ## GPU and TPU kernels as machine code, without either; writes docs/codegen.md
 	$(COMPILERS) $(BIN)/python -m bench.hopper_codegen --strict
 	$(COMPILERS) $(BIN)/python -m bench.codegen --write
+	PYTHONPATH="$(CODEGEN)/tpu" $(BIN)/python -m bench.tpu_codegen --write
 
 clean: ## remove the virtual environment and all caches
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -58,8 +59,11 @@ $(VENV)/.model: | $(VENV)/.python
 
 # Without what they depend on: the CUDA libraries are gigabytes and only needed to run.
 $(VENV)/.codegen: $(VENV)/.package
-	@echo "Installing compilers for GPUs into $(CODEGEN) (1.6 GB on disk) ..."
+	@echo "Installing compilers for GPUs and TPUs into $(CODEGEN) (2.3 GB on disk) ..."
 	@version=$$($(BIN)/python -c 'import jax; print(jax.__version__)'); rm -rf $(CODEGEN); \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(CODEGEN) \
 	  "jax-cuda13-plugin<=$$version" "jax-cuda13-pjrt<=$$version" 'triton>=3.9' 'nvidia-cuda-nvcc>=13,<14'
+	@libtpu=$$($(BIN)/python -c "import importlib.metadata as m; \
+	  print(next(r.split(';')[0].strip() for r in m.requires('jax') if r.startswith('libtpu')))"); \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(CODEGEN)/tpu "$$libtpu"
 	@touch $@

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from bench.sections import replace_section
 from pallas_kernels import paged_triton
 from pallas_kernels.request import make_request
 
@@ -307,15 +308,6 @@ def markdown(rows: list[Row]) -> str:
     ]
     lines += [f"| {' | '.join(str(x) for x in dataclasses.astuple(row))} |" for row in rows]
     return "\n".join([*lines, END]) + "\n"
-
-
-def replace_section(path: Path, section: str, begin: str, end: str) -> None:
-    """Put a section between its markers, or at the end of the page where it has none yet; other sections stay."""
-    text = path.read_text() if path.is_file() else "# Machine code, compiled without the hardware\n"
-    before, found, rest = text.partition(begin)
-    after = rest.partition(end)[2].removeprefix("\n") if found else ""
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(before.rstrip("\n") + "\n\n" + section + after)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 from jax import Array
 
-from pallas_kernels import paged_hopper, paged_triton, paged_xla, tuned
+from pallas_kernels import paged_hopper, paged_tpu, paged_triton, paged_xla, tpu_plan, tuned
 from pallas_kernels.request import AttentionOperands, AttentionRequest
 
 Result = tuple[Array, Array | None]  # out [T, H, D] in q's dtype; LSE float32 [T, H], or None where not asked for
@@ -30,6 +30,7 @@ class Implementation(NamedTuple):
 _ALL = (
     Implementation("hopper", ("cuda",), paged_hopper.why_not, paged_hopper.attend, tuned.is_hopper),
     Implementation("triton", ("rocm", "cuda"), paged_triton.why_not, paged_triton.attend, tuned.up_to_hopper),
+    Implementation("tpu", ("tpu",), paged_tpu.why_not, paged_tpu.attend),
     Implementation("xla", (), paged_xla.why_not, paged_xla.attend),
 )
 IMPLEMENTATIONS: Mapping[str, Implementation] = MappingProxyType({i.name: i for i in _ALL})
@@ -57,7 +58,9 @@ def _attend(request: AttentionRequest, implementation: str | None, operands: Att
         return chosen.attend(request, operands)
     default = first_without_reasons(request, "cpu")
     arch = tuned.gpu_arch()
-    reachable = [p for p in ("cuda", "rocm", "tpu") if _may_lower(p, arch)]
+    reachable = [p for p in ("cuda", "rocm") if _may_lower(p, arch)]
+    if tpu_plan.present_chip() is not None:
+        reachable.append("tpu")
     platforms = {p: first_without_reasons(request, p, arch) for p in reachable}
     special = {p: i for p, i in platforms.items() if i.name != default.name}
     if not special:
@@ -96,6 +99,5 @@ def _suits(candidate: Implementation, platform: str, arch: str | None) -> bool:
 
 
 def _may_lower(platform: str, arch: str | None) -> bool:
-    """Whether this trace can end on a platform: a GPU kernel lowers only where a device, real or abstract, is known."""
-    prefix = {"cuda": "sm", "rocm": "gfx"}.get(platform)
-    return prefix is None or (arch or "").startswith(prefix)
+    """Whether this trace can end on a GPU platform: its kernels lower only where a device, real or abstract, is known."""
+    return (arch or "").startswith({"cuda": "sm", "rocm": "gfx"}[platform])

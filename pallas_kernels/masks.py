@@ -45,7 +45,9 @@ def visible(
     if tree is not None:
         square_start, bit = tree
         in_square = (jnp.asarray(q_pos) >= square_start) & (jnp.asarray(k_pos) >= square_start)
-        ok = jnp.where(in_square, bit, True if ok is None else ok)
+        # As logic, not as a select, for Mosaic TPU has none between masks (jax 0.12.0.1).
+        inside = ~in_square | jnp.asarray(bit)
+        ok = inside if ok is None else inside & (in_square | ok)
     if left is not None:
         ok = _and(ok, distance >= -left)
     if right is not None:

@@ -24,19 +24,8 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import masks, online_softmax, tuned
 from pallas_kernels.online_softmax import SoftmaxState
 from pallas_kernels.request import AttentionOperands, AttentionRequest
-from pallas_kernels.triton_plan import (
-    END,
-    FIRST,
-    REAL,
-    Geometry,
-    Item,
-    columns,
-    compute_dtype,
-    geometries,
-    item_of,
-    plan,
-    rows_of,
-)
+from pallas_kernels.tile_plan import END, FIRST, REAL, compute_dtype, plan
+from pallas_kernels.triton_plan import Geometry, Item, columns, geometries, item_of, rows_of
 from pallas_kernels.tuned import Tile
 from pallas_kernels.work_plan import QueryTiles, Sequences, query_tiles, sequences, split_keys, with_padding_rows
 

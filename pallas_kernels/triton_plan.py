@@ -9,18 +9,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from pallas_kernels import masks, tuned
-from pallas_kernels.request import AttentionOperands, AttentionRequest
+from pallas_kernels import tuned
+from pallas_kernels.request import AttentionRequest
+from pallas_kernels.tile_plan import (
+    CAUSAL,
+    CONTEXT,
+    COUNT,
+    END,
+    FIRST,
+    POSITION,
+    ROW,
+    SEQ,
+    SEQ_LEN,
+    START,
+    WHOLE,
+    WHOLE_END,
+    compute_dtype,
+)
 from pallas_kernels.tuned import Tile
-from pallas_kernels.work_plan import QueryTiles, Sequences
 
 MAX_HEADS = 64  # query heads a tile; more of one KV head go to several tiles
 MIN_ROWS = 16  # the smallest operand of a matrix instruction
 NARROW_ROWS = 64
-
-# Columns of the plan, int32 a tile or piece.
-SEQ, ROW, COUNT, POSITION, FIRST, END, WHOLE, WHOLE_END, CONTEXT, CAUSAL, SEQ_LEN, START, REAL = range(13)
-FIELDS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,49 +120,6 @@ def heuristic(r: AttentionRequest, arch: str | None, rows: int | None) -> Tile:
 
 def power(x: int) -> int:
     return 1 << (x - 1).bit_length()
-
-
-def compute_dtype(r: AttentionRequest) -> np.dtype:
-    """Of the matrix products: the wider of both; 8-bit values fit every float type exactly."""
-    return r.q_dtype if r.quantized else np.dtype(jnp.promote_types(r.q_dtype, r.kv_dtype))
-
-
-def plan(r: AttentionRequest, ops: AttentionOperands, seqs: Sequences, tiles: QueryTiles, tokens: int) -> Array:
-    """The tiles as rows of the plan, int32 [N, FIELDS]; unused ones have no rows and no keys."""
-    seq, offset = tiles.seq, tiles.offset
-    real = jnp.minimum(seq, r.num_seqs - 1)  # the padding rows' sequences own no table
-    context, query_len, seq_len = seqs.context_len[seq], seqs.query_len[seq], seqs.seq_len[seq]
-    used = jnp.arange(seq.shape[0]) < tiles.num_tiles
-    count = jnp.where(used, jnp.minimum(tokens, query_len - offset), 0)
-    q_first, q_last = context + offset, context + offset + count - 1
-    causal = ops.causal[real] if ops.causal is not None else r.causal
-    kv_start = None if ops.kv_start is None else ops.kv_start[real]
-    options: dict[str, Any] = {"seq_len": seq_len, "causal": causal, "window": r.window, "kv_start": kv_start}
-    ranges = square_start = None
-    if ops.bidirectional_ranges is not None:
-        ranges = (ops.bidirectional_ranges[real, :, 0], ops.bidirectional_ranges[real, :, 1])
-    if r.tree_size:
-        square_start = seq_len - jnp.minimum(query_len, r.tree_size)
-    first, end = masks.key_span(q_first, q_last, **options, ranges=ranges, square_start=square_start)
-    end = jnp.where(used & (end > first), end, 0)
-    whole, whole_end = masks.common_span(q_first, q_last, **options)
-    values = {
-        SEQ: real,
-        ROW: seqs.start[seq] + offset,
-        COUNT: count,
-        POSITION: q_first,
-        FIRST: jnp.where(end > 0, first, 0),
-        END: end,
-        WHOLE: whole,
-        WHOLE_END: whole_end,
-        CONTEXT: context,
-        CAUSAL: causal,
-        SEQ_LEN: seq_len,
-        START: seqs.start[seq],
-        REAL: seq < r.num_seqs,
-    }
-    blank = jnp.zeros(seq.shape, jnp.int32)
-    return jnp.stack([jnp.broadcast_to(values.get(i, blank), seq.shape).astype(jnp.int32) for i in range(FIELDS)], -1)
 
 
 class Item(NamedTuple):

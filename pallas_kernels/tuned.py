@@ -46,8 +46,8 @@ class Tile:
 
     rows: int  # query rows: tokens x heads of one KV head
     keys: int
-    num_warps: int
-    num_stages: int
+    num_warps: int = 0  # 0 where the hardware has no such thing
+    num_stages: int = 0
 
 
 def gpu_arch() -> str | None:

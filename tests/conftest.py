@@ -25,7 +25,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run every case of the table where an implementation's class names a `subset` for the usual run",
     )
 
-
     parser.addoption(
         "--optimized",
         action="store_true",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jax
 
-from bench import codegen
+from bench import codegen, sections
 from pallas_kernels import triton_plan
 from pallas_kernels.request import AttentionRequest, make_request
 
@@ -49,7 +49,7 @@ def test_the_page_has_the_tiles_of_now_and_none_at_fault():
 def test_a_section_replaces_only_itself(tmp_path):
     page = tmp_path / "page.md"
     for text in ("old a", "a"):
-        codegen.replace_section(page, f"<a>\n{text}\n</a>\n", "<a>", "</a>")
-        codegen.replace_section(page, "<b>\nb\n</b>\n", "<b>", "</b>")
+        sections.replace_section(page, f"<a>\n{text}\n</a>\n", "<a>", "</a>")
+        sections.replace_section(page, "<b>\nb\n</b>\n", "<b>", "</b>")
     title = "# Machine code, compiled without the hardware"
     assert page.read_text() == f"{title}\n\n<a>\na\n</a>\n\n<b>\nb\n</b>\n"

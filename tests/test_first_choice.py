@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import jattn
-from pallas_kernels import tuned
+from pallas_kernels import tpu_plan, tuned
 from tests import batches
 
 
@@ -31,19 +31,25 @@ def lowered(kind, platform, page_size=16):
         ("NVIDIA H200", "cuda", 16, "mosaic_gpu"),
         ("NVIDIA H200", "cuda", 4, "triton"),  # pages too small for the Hopper kernel's copies
         ("NVIDIA B200", "cuda", 16, None),
+        ("TPU v5 lite", "tpu", 16, "tpu_custom_call"),
+        ("TPU v6 lite", "tpu", 4, "tpu_custom_call"),
+        ("TPU7x", "tpu", 16, "tpu_custom_call"),
         ("cpu", "cpu", 16, None),
     ],
 )
 def test_the_first_choice_on_each_device(kind, platform, page_size, kernel):
     text = lowered(kind, platform, page_size)
-    assert {name for name in ("triton", "mosaic_gpu") if name in text} == ({kernel} if kernel else set())
+    assert {name for name in ("triton", "mosaic_gpu", "tpu_custom_call") if name in text} == (
+        {kernel} if kernel else set()
+    )
 
 
-def test_without_a_gpu_nothing_is_traced_for_one(monkeypatch):
-    def no_gpu(platform=None):
+def test_without_a_gpu_or_a_tpu_nothing_is_traced_for_one(monkeypatch):
+    def none(platform=None):
         raise RuntimeError(f"no {platform} here")
 
-    monkeypatch.setattr(tuned.jax, "devices", no_gpu)
+    monkeypatch.setattr(tuned.jax, "devices", none)
     assert tuned.gpu_arch() is None
+    assert tpu_plan.present_chip() is None
     batch = batches.draw(np.random.default_rng(0), (3, 1), (6, 20))
     assert "pallas_call" not in str(jax.make_jaxpr(lambda: jattn.paged_attention(**batch))())
