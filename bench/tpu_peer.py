@@ -148,25 +148,34 @@ def markdown(pairs: list[tuple[Row, Row]], chips: list[str]) -> str:
     lines = [BEGIN, "", "VMEM in MiB by the compiler, program in KiB; tile: query rows of a KV head x keys.", ""]
     lines += ["| chip | configuration | jattn: tile, VMEM, program | jax: tile, VMEM, program |", "|---|---|---|---|"]
     for ours, theirs in pairs:
-        lines.append(f"| {ours.chip} | {ours.config.name} | {_cell(ours)} | {_cell(theirs)} |")
+        if not theirs.fault:
+            lines.append(f"| {ours.chip} | {ours.config.name} | {_cell(ours)} | {_cell(theirs)} |")
+    lines += ["", "What jax's kernel did not compile, and ours did:", ""]
+    refused: dict[tuple[str, str], list[str]] = {}
+    for ours, theirs in pairs:
+        if theirs.fault and not ours.fault:
+            refused.setdefault((ours.config.name, theirs.fault.partition(":")[0]), []).append(ours.chip)
+    lines += [f"- {name} on {', '.join(on)}: {fault}" for (name, fault), on in refused.items()]
     lines += [
         "",
-        "GB of K and V copied from HBM in bfloat16 (page 16 / page 64); *once*: each visible key once, which no tiling of",
-        "several query tiles reaches.",
+        "GB of K and V copied from HBM in bfloat16, for pages of 16 / 64; *once*: each visible key once, which several",
+        "query tiles of one sequence cannot reach.",
         "",
+        "| chips | workload | once | jattn | jax |",
+        "|---|---|---|---|---|",
     ]
-    lines += ["| chip | workload | once | jattn | jax |", "|---|---|---|---|---|"]
+    by_row: dict[str, list[str]] = {}
     for chip in chips:
         for small, large in zip(traffic(chip, 16), traffic(chip, 64), strict=True):
             theirs = "not causal: refused" if small[3] is None else f"{small[3]:.2f} / {large[3]:.2f}"
-            lines.append(f"| {chip} | {small[0]} | {small[1]:.2f} | {small[2]:.2f} / {large[2]:.2f} | {theirs} |")
+            row = f"{small[0]} | {small[1]:.2f} | {small[2]:.2f} / {large[2]:.2f} | {theirs} |"
+            by_row.setdefault(row, []).append(chip)
+    lines += [f"| {', '.join(on)} | {row}" for row, on in by_row.items()]
     return "\n".join([*lines, "", END, ""])
 
 
 def _cell(row: Row) -> str:
-    if row.fault:
-        return "does not compile" if "NotImplemented" not in row.fault else "refused"
-    return f"{row.tile}, {row.vmem / 2**20:.1f}, {row.code // 1024}"
+    return f"{row.tile}, {row.vmem / 2**20:.1f}, {row.code // 1024}" if not row.fault else "FAIL"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -174,17 +183,27 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("bench.tpu_peer", description=HELP)
     parser.add_argument("-t", "--chips", default=",".join(tpu_codegen.TOPOLOGIES), metavar="C,..")
     parser.add_argument("-c", "--configs", metavar="TEXT", help="only configurations whose name holds this")
-    parser.add_argument("--keep", type=Path, metavar="FILE", help="take our rows from those that tpu_codegen kept")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="FILE",
+        help="take our rows from those that tpu_codegen kept; jax's are kept beside",
+    )
     parser.add_argument("--write", action="store_true", help="write the tables in docs/performance.md")
     args = parser.parse_args(argv)
     tpu_codegen.prepare_libtpu()
     chips, pairs = args.chips.split(","), []
-    kept = tpu_codegen.load(args.keep)
+    theirs_at = args.keep and args.keep.with_name(args.keep.name + ".jax")
+    kept, kept_theirs = tpu_codegen.load(args.keep), tpu_codegen.load(theirs_at)
     for chip, c in itertools.product(chips, configs()):
         if not args.configs or args.configs in c.name:
             ours = kept.get((chip, c.name))
             ours = tpu_codegen.report(chip, c) if ours is None else dataclasses.replace(ours, config=c)
-            pairs.append((ours, peer(chip, c)))
+            theirs = kept_theirs.get((chip, c.name))
+            if theirs is None:
+                theirs = peer(chip, c)
+                tpu_codegen.keep(theirs_at, theirs)
+            pairs.append((ours, dataclasses.replace(theirs, config=c)))
             print(f"jattn {tpu_codegen.line(pairs[-1][0])}\njax   {tpu_codegen.line(pairs[-1][1])}", flush=True)
     for chip in chips:
         for row in traffic(chip, 16):
