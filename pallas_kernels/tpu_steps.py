@@ -232,7 +232,7 @@ def _mask(k: Kernel, n: Array, tokens: int, x: Source) -> Array:
     rows = Rows(0, tokens * k.r.group_size)
     live = jnp.where(_row_tokens(k, rows) < k.field(n, COUNT), 1.0, 0.0)
     by_key = (((0,), (0,)), ((), ()))
-    # Products of 0 and 1, and sums of fewer than 256 equal ones or of any number, cannot round down to 0.
+    # A sum of zeros and ones is 0 in any precision only where all of them are.
     return lax.dot_general(rows.of(seen)[...] * live, jnp.ones((rows.size, 1), jnp.float32), by_key) > 0.5
 
 
