@@ -21,7 +21,7 @@ class Implementation(NamedTuple):
 
     name: str
     platforms: tuple[str, ...]  # jax lowering platforms on which it may be the first choice; empty: all
-    why_not: Callable[[AttentionRequest], tuple[str, ...]]
+    why_not: Callable[[AttentionRequest, str | None], tuple[str, ...]]  # the device's name, None: some unknown one
     attend: Callable[[AttentionRequest, AttentionOperands], Result]
     cuda: Callable[[str | None], bool] = lambda arch: True  # of "cuda", the architectures it is for
 
@@ -51,17 +51,17 @@ def attend(request: AttentionRequest, operands: AttentionOperands, implementatio
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that equal calls outside of jit compile once
 def _attend(request: AttentionRequest, implementation: str | None, operands: AttentionOperands) -> Result:
+    arch = tuned.gpu_arch()
+    devices = {"cuda": arch, "rocm": arch, "tpu": tpu_plan.present_chip()}
     if implementation is not None:
         chosen = IMPLEMENTATIONS[implementation]
-        if reasons := chosen.why_not(request):
+        device = next((devices[p] for p in chosen.platforms if devices[p]), None)
+        if reasons := chosen.why_not(request, device):
             raise NotImplementedError(f"implementation {implementation!r} cannot run this call: {'; '.join(reasons)}")
         return chosen.attend(request, operands)
     default = first_without_reasons(request, "cpu")
-    arch = tuned.gpu_arch()
-    reachable = [p for p in ("cuda", "rocm") if _may_lower(p, arch)]
-    if tpu_plan.present_chip() is not None:
-        reachable.append("tpu")
-    platforms = {p: first_without_reasons(request, p, arch) for p in reachable}
+    reachable = {p: device for p, device in devices.items() if _may_lower(p, device)}
+    platforms = {p: first_without_reasons(request, p, device) for p, device in reachable.items()}
     special = {p: i for p, i in platforms.items() if i.name != default.name}
     if not special:
         return default.attend(request, operands)
@@ -69,22 +69,23 @@ def _attend(request: AttentionRequest, implementation: str | None, operands: Att
     return jax.lax.platform_dependent(operands, default=lambda ops: default.attend(request, ops), **branches)
 
 
-def first_without_reasons(request: AttentionRequest, platform: str, arch: str | None = None) -> Implementation:
+def first_without_reasons(request: AttentionRequest, platform: str, device: str | None = None) -> Implementation:
     """The implementation that a call without a named one takes on a platform.
 
     Args:
       request: what is asked for.
       platform: a jax lowering platform.
-      arch: on "cuda" the GPU's architecture, as `tuned.gpu_arch` says it; None is some unknown one.
+      device: the GPU's architecture, as `tuned.gpu_arch` says it, or the TPU's, as `tpu_plan.present_chip` does; None is
+        some unknown one. No device is asked here.
 
     Raises:
       NotImplementedError: none can run the request; the text lists each with its reasons.
     """
     refused = []
     for candidate in IMPLEMENTATIONS.values():
-        if not _suits(candidate, platform, arch):
+        if not _suits(candidate, platform, device):
             continue
-        reasons = candidate.why_not(request)
+        reasons = candidate.why_not(request, device)
         if not reasons:
             return candidate
         refused.append(f"{candidate.name}: {'; '.join(reasons)}")
@@ -98,6 +99,6 @@ def _suits(candidate: Implementation, platform: str, arch: str | None) -> bool:
     return platform != "cuda" or candidate.cuda(arch)
 
 
-def _may_lower(platform: str, arch: str | None) -> bool:
-    """Whether this trace can end on a GPU platform: its kernels lower only where a device, real or abstract, is known."""
-    return (arch or "").startswith({"cuda": "sm", "rocm": "gfx"}[platform])
+def _may_lower(platform: str, device: str | None) -> bool:
+    """Whether this trace can end on a platform: its kernels lower only where a device, real or abstract, is known."""
+    return device is not None and device.startswith({"cuda": "sm", "rocm": "gfx"}.get(platform, ""))

@@ -16,8 +16,9 @@ EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
 HEAD_DIMS = (64, 96, 128, 192, 256)
 
 
-def why_not(request: AttentionRequest) -> tuple[str, ...]:
+def why_not(request: AttentionRequest, device: str | None = None) -> tuple[str, ...]:
     """What the kernel lacks for a request."""
+    del device  # the same on each
     r = request
     reasons = []
     if r.q_dtype.name not in ("bfloat16", "float16"):

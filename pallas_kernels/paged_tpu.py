@@ -19,8 +19,8 @@ DTYPES = ("float32", "bfloat16")
 KV_DTYPES = (*DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
 
 
-def why_not(request: AttentionRequest) -> tuple[str, ...]:
-    """What this kernel lacks for the request."""
+def why_not(request: AttentionRequest, device: str | None = None) -> tuple[str, ...]:
+    """What this kernel lacks for the request, on a chip of `tpu_plan.CHIPS`; None: on each that it is compiled for."""
     r, reasons = request, []
     if r.q_dtype.name not in DTYPES:
         reasons.append(f"q_dtype={r.q_dtype.name}: TPU vector units know {' and '.join(DTYPES)} alone")
@@ -29,14 +29,12 @@ def why_not(request: AttentionRequest) -> tuple[str, ...]:
     if "token" in (r.k_scale, r.v_scale):
         reasons.append("k_scale, v_scale: no scales for each token and head, only traced scalars or one a KV head")
     if not reasons:
-        chip = tpu_plan.present_chip()
+        chip = device or "7x"  # of v5e, v6e and 7x the one with the least VMEM
         tiling = tpu_plan.choose_tiling(r, chip)
-        facts = CHIPS[chip or "v4"]
+        facts = CHIPS[chip]
         need = tpu_plan.vmem_bytes(tpu_plan.as_stored(r), tiling)
         if need > facts.budget:
-            reasons.append(
-                f"the smallest tile takes {need} bytes of VMEM, of which {chip or 'v4'} gives {facts.budget}"
-            )
+            reasons.append(f"the smallest tile takes {need} bytes of VMEM, of which {chip} gives {facts.budget}")
         need = tpu_plan.smem_bytes(r, tiling)
         if need > facts.smem * 7 // 8:
             reasons.append(f"the plan and two rows of the page table take {need} bytes of SMEM, which has {facts.smem}")

@@ -37,8 +37,9 @@ LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 Tiles = tuple[Tile | None, Tile | None]
 
 
-def why_not(request: AttentionRequest) -> tuple[str, ...]:
+def why_not(request: AttentionRequest, device: str | None = None) -> tuple[str, ...]:
     """What this kernel lacks for the request."""
+    del device  # the same on each
     r, reasons = request, []
     if r.head_dim > MAX_HEAD_DIM:
         reasons.append(f"head_dim={r.head_dim}: a tile of more than {MAX_HEAD_DIM} does not fit into registers")
