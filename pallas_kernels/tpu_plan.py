@@ -58,10 +58,13 @@ assert max(PAGE, PAGE_END, TILES) < FIELDS
 
 
 def chip_of(kind: str) -> str | None:
-    """The name in `CHIPS` of a jax device kind; None if it is no TPU, "v4" (the smallest) for a TPU of another name."""
+    """The name in `CHIPS` of a jax device kind, "v4" (the smallest) for a TPU of another name.
+
+    None if it is no TPU, or v2 or v3, for which Mosaic does not compile the kernel's copies.
+    """
     if kind in _CHIP_OF_KIND:
         return _CHIP_OF_KIND[kind]
-    return "v4" if kind.startswith("TPU") else None
+    return "v4" if kind.startswith("TPU") and not kind.startswith(("TPU v2", "TPU v3")) else None
 
 
 def present_chip() -> str | None:
@@ -116,9 +119,10 @@ def _tilings(r: AttentionRequest, tile: Tile, facts: Chip) -> Iterator[Tiling]:
     tokens = min(_floor_power(max(1, tile.rows // r.group_size)), _power(longest))
     pages = max(1, tile.keys // r.page_size)
     while True:
-        new_keys = min(tile.keys, pages * r.page_size) if r.new_kv else 0
+        # New keys are not in pages, but their tile fills whole registers of lanes like any other.
+        new_keys = -(-min(tile.keys, pages * r.page_size) // LANES) * LANES if r.new_kv else 0
         if not r.batch_invariant:
-            new_keys = min(new_keys, _power(r.num_tokens))
+            new_keys = min(new_keys, max(LANES, _power(r.num_tokens)))
         yield Tiling(_levels(r, tokens), pages, new_keys, facts.vmem * 7 // 8)
         if pages > 1 and (pages * r.page_size > LANES or tokens == 1):
             pages = max(1, pages // 2)

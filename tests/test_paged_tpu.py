@@ -241,6 +241,37 @@ def test_a_measured_tile_comes_before_the_heuristic(monkeypatch):
     assert tpu_plan.choose_tiling(request, "v5e").pages == 32
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("long_row", (1, 3), (8 * 140, 30), page_size=8, causal=False),  # more ids than one copy brings
+        Case("new_int8", (2, 5), (70, 0), page_size=16, new_kv=True, kv_dtype="int8", scales="head"),
+    ],
+    ids=lambda case: case.name,
+)
+def test_long_rows_of_the_table_and_new_keys_beside_int8_pages(case):
+    request, arrays, static = requested(case)
+    call = tpu_interpreter.quick_jit(
+        lambda arrays: paged_tpu.attend(*make_request(**arrays, **static), interpret=tpu_interpreter.SIMULATED)
+    )
+    assert request.max_pages > tpu_plan.TABLE_CHUNK or request.new_kv
+    check_against_oracle(case, build(case), call(arrays))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 64, 300])
+@pytest.mark.parametrize("page_size", [8, 12, 48, 256])
+def test_a_tile_of_new_keys_fills_whole_registers(num_tokens, page_size):  # fewer lanes do not compile
+    request = requested(Case("new", (num_tokens,), (40,), page_size=page_size, new_kv=True, dtype="bfloat16"))[0]
+    for chip in CHIP_KINDS:
+        tiling = tpu_plan.choose_tiling(request, chip)
+        assert tiling.new_keys % tpu_plan.LANES == 0 and tiling.new_keys > 0
+
+
+def test_old_chips_and_other_devices_are_not_taken_for_a_known_one():
+    kinds = ("TPU v3", "TPU v2", "cpu", "NVIDIA H200", "TPU v6 lite", "TPU8i")
+    assert [tpu_plan.chip_of(kind) for kind in kinds] == [None, None, None, None, "v6e", "v4"]
+
+
 def test_refusals_say_why():
     request = requested(Case("refused", dtype="bfloat16", head_dim=128))[0]
     assert paged_tpu.why_not(request) == ()
@@ -263,6 +294,15 @@ def test_refusals_say_why():
     ids=["plain", "fp8", "all"],
 )
 def test_lowers_for_a_tpu_without_one(chip, changes):
+    lower(chip, changes)
+
+
+def test_lowers_where_64_bit_types_are_on():
+    with jax.enable_x64(True):
+        lower("v6e", {})
+
+
+def lower(chip, changes):
     case = Case("lowered", **{"dtype": "bfloat16", "head_dim": 128} | changes)
     arrays, static = batches.split(build(case))
 
