@@ -32,6 +32,7 @@ from jattn.generate import Sampling
 from jattn.models import decoder, load_any
 from jattn.models.decoder import DecoderConfig, Params
 from jattn.models.load_huggingface import TENSORS
+from tests.tiny_models import hf_settings
 
 SPECIAL = ("<|end|>", "<|mask|>")
 LENGTH, BLOCK = 128, 8
@@ -176,24 +177,7 @@ def write_target(folder: Path, params: Params) -> None:
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    c = CONFIG
-    settings = {
-        "model_type": "qwen3",
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim,
-        "rope_theta": c.rope_theta,
-        "rms_norm_eps": c.rms_norm_eps,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": c.max_position_embeddings,
-        "hidden_act": "silu",
-        "eos_token_id": 0,
-        "torch_dtype": "bfloat16",
-    }
+    settings = hf_settings(CONFIG, "qwen3") | {"eos_token_id": 0, "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
     tokenizer().save(str(folder / "tokenizer.json"), pretty=False)
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": SPECIAL[0]}) + "\n")

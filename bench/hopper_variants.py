@@ -15,16 +15,14 @@ import dataclasses
 import functools
 import json
 import subprocess
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import jax
-import numpy as np
 
 from bench import workloads
-from bench.peers import cupti_times
+from bench.peers import burst_times, cupti_times, times_on_end
 from pallas_kernels import hopper_plan, paged_hopper
 from pallas_kernels.request import make_request
 
@@ -69,14 +67,13 @@ def clock_and_power() -> str:
 def measure(run: Any) -> dict[str, Any]:
     """Milliseconds of a burst and of calls on end."""
     jax.block_until_ready(run())
-    time.sleep(0.5)
-    burst = median(cupti_times(run, 10))
-    sustained = cupti_times(run, int(np.clip(SUSTAINED_MS / burst, 20, 2000)))
+    burst = median(burst_times(cupti_times, run, 10))
+    sustained = times_on_end(cupti_times, run, burst, SUSTAINED_MS)
     for _ in range(int(SUSTAINED_MS / burst)):
         out = run()
     state = clock_and_power()  # while the calls are still under way
     jax.block_until_ready(out)
-    return {"burst_ms": burst, "sustained_ms": median(sustained[len(sustained) // 2 :]), "clock_and_power": state}
+    return {"burst_ms": burst, "sustained_ms": median(sustained), "clock_and_power": state}
 
 
 def main() -> None:

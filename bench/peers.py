@@ -92,6 +92,21 @@ def graph_times(run: Callable[[], Any], repeats: int) -> list[float]:
     return [start.elapsed_time(end) for start, end in events]
 
 
+PAUSE_S = 0.3  # before a burst, so that every one starts from the same clock
+
+
+def burst_times(timer: Callable[[Any, int], list[float]], run: Any, repeats: int) -> list[float]:
+    """Milliseconds of a few calls after a pause, at the highest clock."""
+    time.sleep(PAUSE_S)
+    return timer(run, repeats)
+
+
+def times_on_end(timer: Callable[[Any, int], list[float]], run: Any, burst_ms: float, for_ms: float) -> list[float]:
+    """Milliseconds of the later half of the calls that fill a while: the chip may have slowed down by then."""
+    count = min(max(int(for_ms / burst_ms), 20), 2000)
+    return timer(run, count)[count // 2 :]
+
+
 # --- jattn ---
 
 

@@ -19,7 +19,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 
-from bench.peers import PEERS, CannotRun, Prepared, median_and_spread
+from bench.peers import PEERS, CannotRun, Prepared, burst_times, median_and_spread, times_on_end
 from bench.workloads import CPU_STANDARD, GPU_STANDARD, WORKLOADS, Batch, build, reference_error
 
 HELP = """Times jattn and whichever peers are installed in one process and prints ratios (peer / jattn; above 1: jattn is
@@ -62,9 +62,6 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-PAUSE_S = 0.3  # before each burst on a GPU, so that every peer starts from the same clock
-
-
 def measure(batch: Batch, peers: list[str], args: argparse.Namespace, platform_name: str) -> list[dict[str, Any]]:
     """One row for each peer that is installed; a peer that cannot run says why in its row."""
     w, ready, rows = batch.workload, {}, {}
@@ -96,12 +93,13 @@ def measure(batch: Batch, peers: list[str], args: argparse.Namespace, platform_n
     sustained: dict[str, list[float]] = {name: [] for name in ready}
     for _ in range(args.rounds):  # interleaved, so that drift hits all alike
         for name, prepared in ready.items():
-            if on_gpu:
-                time.sleep(PAUSE_S)
-            burst[name] += prepared.timer(prepared.run, args.repeats)
-            if on_gpu and args.sustained:
-                count = min(max(int(args.sustained / statistics.median(burst[name])), 2 * args.repeats), 2000)
-                sustained[name] += prepared.timer(prepared.run, count)[count // 2 :]
+            if not on_gpu:
+                burst[name] += prepared.timer(prepared.run, args.repeats)
+                continue
+            burst[name] += burst_times(prepared.timer, prepared.run, args.repeats)
+            if args.sustained:
+                typical = statistics.median(burst[name])
+                sustained[name] += times_on_end(prepared.timer, prepared.run, typical, args.sustained)
     for name in ready:
         median, spread = median_and_spread(burst[name])
         rows[name] |= {

@@ -51,15 +51,14 @@ def attend(request: AttentionRequest, operands: AttentionOperands, implementatio
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that equal calls outside of jit compile once
 def _attend(request: AttentionRequest, implementation: str | None, operands: AttentionOperands) -> Result:
-    arch = tuned.gpu_arch()
-    devices = {"cuda": arch, "rocm": arch, "tpu": tpu_plan.present_chip()}
     if implementation is not None:
         chosen = IMPLEMENTATIONS[implementation]
-        device = next((devices[p] for p in chosen.platforms if devices[p]), None)
+        device = next((d for p in chosen.platforms if (d := _device(p))), None)
         if reasons := chosen.why_not(request, device):
             raise NotImplementedError(f"implementation {implementation!r} cannot run this call: {'; '.join(reasons)}")
         return chosen.attend(request, operands)
     default = first_without_reasons(request, "cpu")
+    devices = {p: _device(p) for p in ("cuda", "rocm", "tpu")}
     reachable = {p: device for p, device in devices.items() if _may_lower(p, device)}
     platforms = {p: first_without_reasons(request, p, device) for p, device in reachable.items()}
     special = {p: i for p, i in platforms.items() if i.name != default.name}
@@ -97,6 +96,11 @@ def _suits(candidate: Implementation, platform: str, arch: str | None) -> bool:
     if candidate.platforms and platform not in candidate.platforms:
         return False
     return platform != "cuda" or candidate.cuda(arch)
+
+
+def _device(platform: str) -> str | None:
+    """The device of a platform that this trace is for; None where there is none."""
+    return tpu_plan.present_chip() if platform == "tpu" else tuned.gpu_arch()
 
 
 def _may_lower(platform: str, device: str | None) -> bool:

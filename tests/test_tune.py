@@ -334,8 +334,15 @@ def test_kernels_from_elsewhere_make_the_clock_be_asked_again(monkeypatch):
     assert tune.device_times(None, 2, ()) == [1.0, 2.0]
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="it would tune")
-def test_without_a_gpu_it_says_what_it_needs():
+def test_without_a_gpu_it_says_what_it_needs(monkeypatch):
+    host = jax.devices("cpu")
+
+    def devices(platform="cpu"):
+        if platform != "cpu":
+            raise RuntimeError(f"no {platform} here")
+        return host
+
+    monkeypatch.setattr(tune.jax, "devices", devices)
     with pytest.raises(SystemExit, match=r"needs a GPU(.|\n)*jattn\[cuda\](.|\n)*--dry-run"):
         tune.main([])
 
