@@ -125,7 +125,7 @@ def train_target(tokens: np.ndarray, held: np.ndarray, steps: int) -> tuple[Para
     """The byte model, its weights rounded to bfloat16 values as the file has them; and its held-out loss."""
     import optax
 
-    recipe = Recipe(steps=steps, learning_rate=4e-3, batch=16)
+    recipe = Recipe(steps=steps, learning_rate=1e-2, batch=16)
     optimizer = train.make_optimizer(recipe)
     params = decoder.init_params(CONFIG, jax.random.key(0))
     params["embed"] *= 0.3
@@ -156,7 +156,7 @@ def train_pair_draft(
         CONFIG.vocab_size, 96, 256, 1, 4, 1, 24, rms_norm_eps=1e-6, qk_norm=True, max_position_embeddings=512
     )
     config = DraftConfig(stack, (0, 1, 2), 1, CONFIG.num_layers, BLOCK)
-    recipe = Recipe(steps=steps, learning_rate=4e-3, batch=8, anchors=24, chunk=1024)
+    recipe = Recipe(steps=steps, learning_rate=2e-2, batch=8, anchors=24, chunk=1024)
     params = draft.init_params(config, jax.random.key(1))
     params["norm"] /= jnp.std(target["embed"]) * CONFIG.hidden_size**0.5
     state = train.make_optimizer(recipe).init(params)

@@ -159,9 +159,15 @@ def _add_train(add: Callable[..., argparse.ArgumentParser]) -> None:
     p.add_argument("--int8", action="store_true", help="write int8 weights with a scale a row instead of bfloat16")
     p.add_argument("--mask-id", type=int, metavar="N", help="the mask (default: the rarest special token)")
     p.add_argument("--taps", metavar="N,N,...", help="layers to tap (default: one more than layers, evenly)")
-    p.add_argument("--learning-rate", type=float, default=3e-3, metavar="X", help="at its peak (default: 0.003)")
+    p.add_argument(
+        "--begin-with", metavar="FOLDER", help="a draft of this shape to go on from (default: random weights)"
+    )
+    p.add_argument("--learning-rate", type=float, default=5e-3, metavar="X", help="at its peak (default: 0.005)")
     p.add_argument("--decay", type=float, default=4.0, metavar="X", help="of the loss along a block (default: 4)")
-    p.add_argument("--soft", type=float, default=0.5, metavar="X", help="share of soft labels (default: 0.5)")
+    p.add_argument("--soft", type=float, default=0.9, metavar="X", help="share of soft labels (default: 0.9)")
+    p.add_argument(
+        "--focus", type=float, default=0.8, metavar="X", help="of a row behind a wrong one: less weight (default: 0.8)"
+    )
     p.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="to compute in (default: bfloat16)"
     )

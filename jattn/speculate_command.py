@@ -151,6 +151,7 @@ def train(args: argparse.Namespace) -> int:
         learning_rate=args.learning_rate,
         decay=args.decay,
         soft=args.soft,
+        focus=args.focus,
         seed=args.seed,
     )
     plan = Plan(
@@ -158,6 +159,7 @@ def train(args: argparse.Namespace) -> int:
         block_size=args.block_size,
         taps=taps,
         mask_id=args.mask_id,
+        begin_with=Path(args.begin_with) if args.begin_with else None,
         sequences=args.sequences,
         length=args.length,
         write_batch=args.write_batch,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -228,6 +230,15 @@ def test_a_draft_can_be_trained_and_used(folder, capsys, tmp_path, monkeypatch):
     assert code == 0 and "Writing" not in err and "step 4: loss" in err and "step 2" not in err
     assert "greedy: tokens a block: draft" in text
     assert "| greedy |" in (tmp_path / "draft" / "README.md").read_text()
+    (tmp_path / "more").mkdir()
+    shutil.copy(tmp_path / "draft" / "texts.npz", tmp_path / "more")
+    begin = ("--begin-with", out)
+    code, text, err = run(capsys, "train-draft", str(tmp_path / "more"), *arguments[2:], *begin)
+    assert code == 0 and "step 4: loss" in err
+    first, last = (json.loads((tmp_path / x / "training.json").read_text()) for x in ("draft", "more"))
+    assert last["first_loss"] < first["first_loss"] and last["last_loss"] < first["last_loss"]
+    code, _, err = run(capsys, "train-draft", out + "2", *arguments[2:], *begin, "--layers", "2")
+    assert code == 1 and f"begin_with: got {out} with num_layers 1, expected 2" in err and err.count("\n") == 1, err
     code, _, err = run(capsys, "generate", "the", "--model", folder, "--speculate", out, "--stats", "--max-tokens", "8")
     assert code == 0 and "of at most 4" in err
 

@@ -99,28 +99,34 @@ def test_the_loss_counts_only_what_it_should():
     assert none == 0
 
 
-@pytest.mark.parametrize("soft", [0.0, 0.4])
-def test_the_losss_own_gradient(soft):
+@pytest.mark.parametrize(("soft", "focus"), [(0.0, 0.0), (0.4, 0.0), (0.4, 0.8), (1.0, 1.0)])
+def test_the_losss_own_gradient(soft, focus):
     """In chunks, with its gradient beside it, as the plain formula gives by differentiation."""
     rng = np.random.default_rng(2)
-    target, r = tiny.params(TARGET), 11
-    mine, theirs = (jnp.asarray(rng.normal(size=(r, TARGET.hidden_size)), jnp.float32) for _ in range(2))
-    label, weight = jnp.asarray(rng.integers(0, 64, r)), jnp.asarray(rng.random(r), jnp.float32)
+    target, blocks, n = tiny.params(TARGET), 11, 3
+    mine, theirs = (jnp.asarray(rng.normal(size=(blocks, n, TARGET.hidden_size)), jnp.float32) for _ in range(2))
+    logits_of = jax.vmap(lambda x: draft.logits(target, x))
+    likely = np.asarray(logits_of(mine).argmax(-1))
+    label = np.where(rng.random((blocks, n)) < 0.6, likely, rng.integers(0, 64, (blocks, n)))
+    weight = jnp.asarray(rng.random((blocks, n)), jnp.float32)
+    before = np.cumprod(np.pad(label == likely, ((0, 0), (1, 0)), constant_values=True), 1)[:, :n]
+    share = weight * np.where(before, 1, 1 - focus)
+    assert 0 < before[:, 1:].mean() < 1
 
     def plain(mine):
-        log_p = jax.nn.log_softmax(draft.logits(target, mine))
-        hard = log_p[jnp.arange(r), label]
-        given = (jax.nn.softmax(draft.logits(target, theirs)) * log_p).sum(-1)
-        return -(((1 - soft) * hard + soft * given) * weight).sum()
+        log_p = jax.nn.log_softmax(logits_of(mine))
+        hard = jnp.take_along_axis(log_p, label[..., None], -1)[..., 0]
+        given = (jax.nn.softmax(logits_of(theirs)) * log_p).sum(-1)
+        return -(((1 - soft) * hard + soft * given) * share).sum() / share.sum()
 
     def mine_in_chunks(mine):
-        return cost_and_right(target, mine, theirs, label, weight, soft, 4)
+        return cost_and_right(target, mine, theirs, jnp.asarray(label), weight, soft, focus, 4 * n)
 
     (cost, right), slope = jax.value_and_grad(mine_in_chunks, has_aux=True)(mine)
     want, want_slope = jax.value_and_grad(plain)(mine)
     np.testing.assert_allclose([cost, mine_in_chunks(mine)[0]], [want, want], rtol=1e-5)
-    np.testing.assert_allclose(slope, want_slope, rtol=0, atol=1e-5)
-    assert right.tolist() == (draft.logits(target, mine).argmax(-1) == label).tolist()
+    np.testing.assert_allclose(slope, want_slope, rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(right, label == likely)
 
 
 def test_the_rate_rises_and_falls():

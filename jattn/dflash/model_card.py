@@ -16,10 +16,10 @@ target's. It changes no text, only how many passes of the target a text takes. U
 
 ## Training
 
-{texts} texts ({tokens} tokens of answers) that the target wrote itself, three in four to questions of its
-own, the rest to a list of common ones; half of the answers greedy, half at temperature 1. {steps} steps of
-{batch} texts x {anchors} blocks, AdamW at {rate:g} with cosine decay, a share of {soft:g} of the loss
-against the target's distribution. Held-out loss: {held:.3f} nats. Seed {seed}.
+{texts} texts ({tokens} tokens of answers) that the target wrote itself, half to questions of its own, half
+to a list of others, greedy and at temperature 1. {steps} steps of {batch} texts x {anchors} blocks in
+{seconds:.0f} s, Muon at {rate:g} with cosine decay, a share of {soft:g} of the loss against the target's
+distribution. Held-out loss: {held:.3f} nats. Seed {seed}.
 
 ## Acceptance
 
@@ -60,6 +60,7 @@ def model_card(target: str, config: DraftConfig, report: dict[str, Any], paramet
         texts=report["texts"],
         tokens=report["answer_tokens"],
         steps=report["steps"],
+        seconds=report["seconds"],
         batch=recipe["batch"],
         anchors=recipe["anchors"],
         rate=recipe["learning_rate"],

@@ -39,6 +39,7 @@ class Plan:
 
     layers: int = 2
     block_size: int = 8
+    begin_with: Path | None = None  # folder of a draft of the same shape, to train on; None: random weights
     taps: tuple[int, ...] | None = None  # None: by the rule, one more than layers
     mask_id: int | None = None  # None: a special token that the texts hardly use
     sequences: int = 16384
@@ -70,18 +71,18 @@ class Plan:
 def write_texts(model: LoadedModel, params: Params, plan: Plan, report: Any) -> tuple[Texts, Texts]:
     """Texts to train on, and greedy answers to the held-out questions.
 
-    Half of the training answers are greedy, half drawn at 1. One in four answers a question of `prompts.TRAIN`, the rest
-    questions that the model asks itself.
+    Half of the training answers are to questions that the model asks itself, half to those of `prompts.TRAIN`. Of the
+    former, half are greedy and half drawn at 1; of the latter the first to each question is greedy, the others drawn.
     """
     before, turn = teacher.chat_format(model.tokenizer)
     rng = np.random.default_rng(plan.recipe.seed)
     asked = [model.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in prompts.TRAIN]
     beginnings, answering, warmth = [], [], []
     for i in range(plan.sequences):
-        direct = i % 4 == 0
-        beginnings.append(asked[i // 4 % len(asked)] if direct else before)
+        direct = i % 2 == 0
+        beginnings.append(asked[i // 2 % len(asked)] if direct else before)
         answering.append(direct)
-        warmth.append(float(i // 4 >= len(asked)) if direct else float(rng.integers(2)))
+        warmth.append(float(i // 2 >= len(asked)) if direct else float(rng.integers(2)))
     held = [model.tokenizer.encode_chat([{"role": "user", "content": t}]) for t in spread(plan.held_out)]
     beginnings += held
     answering += [True] * len(held)
@@ -162,6 +163,7 @@ def train_draft(model: LoadedModel, output: Path | str, plan: Plan, *, dtype: An
       ValueError: the plan does not fit the model, or the folder holds a training of another one.
     """
     plan.check()
+    plan = _like_the_first(model, plan)
     output = Path(output)
     output.mkdir(parents=True, exist_ok=True)
     target = jax.tree.map(lambda x: jnp.asarray(x, dtype), model.params)
@@ -183,6 +185,26 @@ def train_draft(model: LoadedModel, output: Path | str, plan: Plan, *, dtype: An
     count = sum(x.size for x in jax.tree.leaves(params))
     (output / "README.md").write_text(model_card(model.name, config, report, count), encoding="utf-8")
     return report
+
+
+def _like_the_first(model: LoadedModel, plan: Plan) -> Plan:
+    """What the plan leaves open, as in the draft that it begins with."""
+    if plan.begin_with is None:
+        return plan
+    first, _ = load_draft(plan.begin_with, model.config)
+    mask_id = first.mask_id if plan.mask_id is None else plan.mask_id
+    plan = dataclasses.replace(plan, taps=plan.taps or first.taps, mask_id=mask_id)
+    config = draft_config(model, plan, mask_id)
+    for field in dataclasses.fields(DraftConfig):
+        if field.name != "decoder":
+            _expect_same(plan, field.name, getattr(first, field.name), getattr(config, field.name))
+    for name in ("num_layers", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "qk_norm"):
+        _expect_same(plan, name, getattr(first.decoder, name), getattr(config.decoder, name))
+    return plan
+
+
+def _expect_same(plan: Plan, name: str, came: Any, wanted: Any) -> None:
+    expect(came == wanted, "begin_with", f"{plan.begin_with} with {name} {came}", f"{wanted}, as the plan has it")
 
 
 def _texts(model: LoadedModel, target: Params, plan: Plan, file: Path) -> tuple[Texts, Texts]:
@@ -215,10 +237,7 @@ class _Training:
     def __post_init__(self) -> None:
         """Start, or go on."""
         recipe, self.file = self.plan.recipe, self.output / "progress.npz"
-        params = draft.init_params(self.config, jax.random.key(recipe.seed))
-        # So that the target's head gives logits of spread 1 at first, whatever the size of its rows.
-        rows = self.target["head" if "head" in self.target else "embed"].astype(jnp.float32)
-        params["norm"] = params["norm"] / (jnp.std(rows) * len(params["norm"]) ** 0.5)
+        params = self._beginning()
         state = train.make_optimizer(recipe).init(params)
         self.params, self.state, self.steps, self.before = params, state, 0, 0.0
         if self.file.exists():
@@ -226,6 +245,16 @@ class _Training:
             self.params, self.state, self.steps, self.before = came
         self.saved = self.steps
         self.start: float | None = None  # after the first step, which compiles
+
+    def _beginning(self) -> Params:
+        folder = self.plan.begin_with
+        if folder is not None:
+            _, params = load_draft(folder, self.model.config)
+            return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+        params = draft.init_params(self.config, jax.random.key(self.plan.recipe.seed))
+        # So that the target's head gives logits of spread 1 at first, whatever the size of its rows.
+        rows = self.target["head" if "head" in self.target else "embed"].astype(jnp.float32)
+        return params | {"norm": params["norm"] / (jnp.std(rows) * len(params["norm"]) ** 0.5)}
 
     @property
     def seconds(self) -> float:
@@ -264,6 +293,7 @@ class _Training:
         return {
             "steps": self.steps,
             "seconds": round(self.seconds, 1),
+            "minutes": self.plan.minutes,
             "first_loss": first_loss,
             "last_loss": last_loss,
             "held_out_loss": lost,
