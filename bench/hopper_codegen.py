@@ -34,7 +34,7 @@ H200 = """gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 s
  cuda_compute_capability { major: 9 minor: 0 } registers_per_core_limit: 65536 registers_per_block_limit: 65536 }
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 patch: 0 } device_description_str: "NVIDIA H200" """
 
-# name: (tokens, sequences, options); the first four are the common kinds, which must not spill.
+# name: (tokens, sequences, options)
 KINDS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "prefill": (16384, 4, {"max_query_len": 4096}),
     "decode": (64, 64, {"max_query_len": 1}),
@@ -46,7 +46,7 @@ KINDS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "fp8 prefill": (16384, 4, {"max_query_len": 4096, "kv_dtype": jnp.float8_e4m3fn}),
     "fp8 decode": (64, 64, {"max_query_len": 1, "kv_dtype": jnp.float8_e4m3fn}),
 }
-COMMON = tuple(KINDS)[:4]
+COMMON = ("prefill", "decode", "decode split", "draft", "fp8 prefill", "fp8 decode")  # must not spill
 
 
 def compile_kind(num_tokens: int, num_seqs: int, options: dict[str, Any]) -> None:

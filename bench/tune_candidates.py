@@ -120,11 +120,14 @@ def hopper_candidates(r: AttentionRequest, arch: str) -> dict[str, dict[str, Any
     tried: list[dict[str, Any]] = [{"q_in_registers": True}]
     if t.wgs == 2 and not t.convert:
         if r.head_dim > 128:  # shared memory has no second slot for two warpgroups
-            tried += [{"wgs": 1, "q_slots": 2}]
+            tried += [{"wgs": 1, "q_slots": 2}, {"registers": (240, 24, 0)}]
         else:
-            tried += [{"registers": (224, 56, 0)}] + ([] if prefill else [{"wgs": 1}])
+            tried += [{"registers": (224, 56, 0)}, {"registers": (216, 72, 0)}] + ([] if prefill else [{"wgs": 1}])
     if t.wgs == 2 and t.convert:
         tried += [{"wgs": 1, "registers": (240, 40, 152)}, {"block_kv": 64}, {"block_kv": 64, "q_slots": 2}]
+        tried += [{"convert": 2, "registers": (152, 40, 64), "block_kv": 64}]
+    if t.wgs == 1 and t.convert:
+        tried += [{"convert": 2, "registers": (216, 40, 128)}]
     if t.block_kv > 64 and not t.convert:
         tried += [{"block_kv": 64, "stages": most_stages(r, t, 64)}]
     tried += [{"q_slots": 3 - t.q_slots}]  # one or two

@@ -2,11 +2,13 @@
 
 wgmma takes both operands in one width, so fp8 keys beside 16-bit queries must be widened in shared memory. float16 holds
 every e4m3 and e5m2 value exactly and has a conversion instruction, bfloat16 has none on this chip: queries and P are
-float16 as well. One warpgroup does only this, so that the computing ones meet wide tiles as if they had been loaded.
+float16 as well. One warpgroup does only this, or one does K and another V, so that the computing ones meet wide tiles
+as if they had been loaded.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -46,28 +48,39 @@ def convert_tile(
     k.steps.wait_full(scratch[f"{name}_full"], stage, phase)
     wide = stage if wide_stages(request.head_dim)[name] == t.stages else jnp.int32(0)
     plgpu.barrier_wait(scratch[f"{name}16_free"].at[wide])
-    step = min(request.head_dim, k.kv_col)
-    for r in range(0, t.block_kv, ROWS):
-        for c in range(0, request.head_dim, step):
-            x = plgpu.load(scratch[name].at[stage, pl.ds(r, ROWS), pl.ds(c, step)], layout=LAYOUT, optimized=False)
-            x = x.astype(k.compute_dtype)
-            if name == "v":
-                row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=LAYOUT) + r
-                x = jnp.where((row >= span[0]) & (row < span[1]), x, jnp.zeros_like(x))
-            for d in range(0, step, t.col):
-                part = lax.slice(x, (0, d), (ROWS, d + t.col))
-                scratch[f"{name}16"].at[wide, pl.ds(r, ROWS), pl.ds(c + d, t.col)][...] = part
+    widen = functools.partial(_widen, k, scratch[name].at[stage], scratch[f"{name}16"].at[wide])
+    if name == "k":
+        widen(None)
+    else:  # selecting takes longer than widening, and few tiles have an edge
+        edge = (span[0] > 0) | (span[1] < t.block_kv)
+        pl.when(edge)(lambda: widen(span))
+        pl.when(jnp.logical_not(edge))(lambda: widen(None))
     plgpu.commit_smem()
     plgpu.barrier_arrive(scratch[f"{name}16_full"].at[wide])
     plgpu.barrier_arrive(scratch[f"{name}_free"].at[stage])
 
 
-def convert_pieces(k: Kernel, scratch: dict[str, Any]) -> None:
-    """The converting warpgroup's walk through the pieces."""
+def _widen(k: Any, narrow: Any, wide: Any, span: tuple[Array, Array] | None) -> None:
+    dim = k.request.head_dim
+    step = min(dim, k.kv_col)
+    for r in range(0, k.tiling.block_kv, ROWS):
+        for c in range(0, dim, step):
+            x = plgpu.load(narrow.at[pl.ds(r, ROWS), pl.ds(c, step)], layout=LAYOUT, optimized=False)
+            x = x.astype(k.compute_dtype)
+            if span is not None:
+                row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=LAYOUT) + r
+                x = jnp.where((row >= span[0]) & (row < span[1]), x, jnp.zeros_like(x))
+            for d in range(0, step, k.tiling.col):
+                part = lax.slice(x, (0, d), (ROWS, d + k.tiling.col))
+                wide.at[pl.ds(r, ROWS), pl.ds(c + d, k.tiling.col)][...] = part
+
+
+def convert_pieces(k: Kernel, scratch: dict[str, Any], names: tuple[str, ...]) -> None:
+    """A converting warpgroup's walk through the pieces, for the tiles of `names` ("k", "v" or both)."""
     t = k.tiling
-    for name in ("k_free", "v_free"):
+    for name in names:
         for i in range(t.stages):
-            plgpu.barrier_arrive(scratch[name].at[i])
+            plgpu.barrier_arrive(scratch[f"{name}_free"].at[i])
     for i in range(t.q_slots):
         plgpu.barrier_arrive(scratch["q_free"].at[i])
 
@@ -80,7 +93,7 @@ def convert_pieces(k: Kernel, scratch: dict[str, Any]) -> None:
 
         def step(tile: Array, ring: Array) -> Array:
             span = lo - tile * t.block_kv, hi - tile * t.block_kv
-            for name in ("k", "v"):
+            for name in names:
                 convert_tile(k, scratch, name, stage_of(ring, t), ring >= t.stages, span)
             return next_of(ring, t)
 
@@ -90,6 +103,6 @@ def convert_pieces(k: Kernel, scratch: dict[str, Any]) -> None:
         return count + 1, ring, more
 
     lax.while_loop(lambda carry: carry[2], body, (jnp.int32(0), jnp.int32(0), jnp.bool_(True)))
-    for name in ("k16", "v16"):
-        for i in range(scratch[name].shape[0]):
-            plgpu.barrier_wait(scratch[f"{name}_free"].at[i])
+    for name in names:
+        for i in range(scratch[f"{name}16"].shape[0]):
+            plgpu.barrier_wait(scratch[f"{name}16_free"].at[i])

@@ -54,7 +54,7 @@ class Tiling:
     programs: int = NUM_PROGRAMS
     registers: tuple[int, int, int] = (232, 40, 0)  # a thread of a computing, the loading, the converting warpgroup
     q_in_registers: bool = False  # keep a piece's queries there; otherwise each matmul reads them from shared memory
-    convert: bool = False  # a warpgroup widens an 8-bit cache
+    convert: int = 0  # warpgroups that widen an 8-bit cache: one, or one for K and one for V
 
     @property
     def warpgroups(self) -> int:
@@ -79,7 +79,7 @@ class Tiling:
 
 
 # What a tuned entry may change of the heuristic's sizes; the rest follows from the request.
-TUNABLE = ("wgs", "block_kv", "stages", "q_slots", "split", "registers", "q_in_registers")
+TUNABLE = ("wgs", "block_kv", "stages", "q_slots", "split", "registers", "q_in_registers", "convert")
 OTHER_REGISTERS = 40  # of a computing thread, beside scores, probabilities, output and queries
 
 
@@ -105,7 +105,7 @@ def heuristic(request: AttentionRequest) -> Tiling:
     registers = (232, 40, 0)
     if request.quantized:  # room for K (two stages) and V (one) in 16 bits beside the stages of 8 bits
         q_slots = 2 if wgs == 1 and q_slots == 2 else 1
-        registers = (208, 40, 56) if wgs == 2 else (240, 40, 152)
+        registers = (200, 40, 72) if wgs == 2 else (240, 40, 152)  # without spills
     block_kv = block_of(dim)
     room = SMEM_BYTES - SMALL_BYTES - q_slots * query_bytes(group, wgs, dim)
     stages = 2 if request.quantized or room // (2 * block_kv * dim * 2) < 4 else 3
@@ -119,7 +119,7 @@ def heuristic(request: AttentionRequest) -> Tiling:
         col=col,
         split=not (request.batch_invariant or _even(request, wgs)),
         registers=registers,
-        convert=request.quantized,
+        convert=int(request.quantized),
     )
 
 
@@ -181,6 +181,8 @@ def misfits(request: AttentionRequest, t: Tiling) -> tuple[str, ...]:
         reasons.append(f"q_slots={t.q_slots}: one or two slots of queries")
     if t.stages < 2 or (request.quantized and t.stages != 2):
         reasons.append(f"stages={t.stages}: at least 2, and 2 of an 8-bit cache")
+    if t.convert not in ((1, 2) if request.quantized else (0,)):
+        reasons.append(f"convert={t.convert}: one or two warpgroups for an 8-bit cache, none for others")
     if request.batch_invariant and t.split:
         reasons.append("split: the batch would decide where sums are cut")
     if free_bytes(request, t) < 0:

@@ -1,6 +1,6 @@
 """The body of the Hopper kernel: one loading warpgroup, one or two computing ones, all in a persistent program.
 
-With an 8-bit cache another one converts in between. They talk through barriers alone; see the modules of each.
+With an 8-bit cache one or two others convert in between. They talk through barriers alone; see the modules of each.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ def run_warpgroups(k: Kernel, refs: dict[str, Any], scratch: dict[str, Any]) -> 
             plgpu.set_max_registers(k.tiling.registers[1], action="decrease")
         load_pieces(k, refs, scratch)
 
-    if k.request.quantized:
+    shares = {0: (), 1: (("k", "v"),), 2: (("k",), ("v",))}[k.tiling.convert]
+    for i, names in enumerate(shares):
 
-        @pl.when(wg == wgs + 1)
-        def _convert() -> None:
+        @pl.when(wg == wgs + 1 + i)
+        def _convert(names: tuple[str, ...] = names) -> None:
             plgpu.set_max_registers(k.tiling.registers[2], action="decrease")
-            convert_pieces(k, scratch)
+            convert_pieces(k, scratch, names)

@@ -45,6 +45,7 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "kv_start_hnd": (Case("g", **BASE, kv_start=True, layout="HND", sinks="finite"), {}),
     "new_kv": (Case("h", **BASE, new_kv=True), {}),
     "fp8": (Case("i", **DRAFT, kv_dtype="float8_e4m3fn", scales=("head", "scalar")), {}),
+    "fp8_k_and_v_apart": (Case("k", **BASE, kv_dtype="float8_e5m2", window=(20, 3)), {"convert": 2}),
     "head_96_pages_24": (Case("j", **DRAFT | {"head_dim": 96}, page_size=24), {}),
 }
 
