@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from bench import workloads
-from bench.peers import burst_times, cupti_times, times_on_end
+from bench.timers import burst_times, cupti_times, times_on_end
 from pallas_kernels import hopper_plan, paged_hopper
 from pallas_kernels.request import make_request
 

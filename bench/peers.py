@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import importlib.util
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,97 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
+from bench import peers_vllm
+from bench.peer import CannotRun, Peer, Prepared, as_jax, as_torch
+from bench.timers import cupti_times, graph_times, host_times
 from bench.workloads import Batch
-
-
-class CannotRun(Exception):
-    """The peer lacks what the batch needs."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """A peer ready to run one batch."""
-
-    run: Callable[[], Any]
-    output: Callable[[], Any]  # [T, H, D] as something that jnp.asarray takes
-    timer: Callable[[Callable[[], Any], int], list[float]]  # -> milliseconds of each repetition
-
-
-@dataclasses.dataclass(frozen=True)
-class Peer:
-    """One implementation under measurement."""
-
-    name: str
-    platforms: tuple[str, ...]
-    needs: str | None  # module that must be importable
-    prepare: Callable[[Batch], Prepared]
-
-    @property
-    def installed(self) -> bool:
-        """Whether its module can be imported."""
-        return self.needs is None or importlib.util.find_spec(self.needs) is not None
-
-
-# --- timers ---
-
-
-def host_times(run: Callable[[], Any], repeats: int) -> list[float]:
-    """Wall-clock milliseconds of a call that blocks until it is done."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        times.append((time.perf_counter() - start) * 1e3)
-    return times
-
-
-def cupti_times(run: Callable[..., Any], repeats: int, *args: Any) -> list[float]:
-    """Device milliseconds of a jitted or compiled JAX call: the sum over its kernels, read from CUPTI.
-
-    A `functools.partial` of such a call is taken apart: wrapped as it is, the profiler would compile it anew each time.
-    """
-    from jax.experimental.mosaic.gpu import profiler
-
-    if isinstance(run, functools.partial):
-        run, args = run.func, run.args + args
-    _, times = profiler.measure(run, iterations=repeats)(*args)
-    return [float(t) for t in np.atleast_1d(np.asarray(times, float))]
-
-
-def graph_times(run: Callable[[], Any], repeats: int) -> list[float]:
-    """Device milliseconds of a torch call, captured once and replayed, by events around each replay."""
-    import torch
-
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    for _ in range(3):
-        graph.replay()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for start, end in events:
-        start.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in events]
-
-
-PAUSE_S = 0.3  # before a burst, so that every one starts from the same clock
-
-
-def burst_times(timer: Callable[[Any, int], list[float]], run: Any, repeats: int) -> list[float]:
-    """Milliseconds of a few calls after a pause, at the highest clock."""
-    time.sleep(PAUSE_S)
-    return timer(run, repeats)
-
-
-def times_on_end(timer: Callable[[Any, int], list[float]], run: Any, burst_ms: float, for_ms: float) -> list[float]:
-    """Milliseconds of the later half of the calls that fill a while: the chip may have slowed down by then."""
-    count = min(max(int(for_ms / burst_ms), 20), 2000)
-    return timer(run, count)[count // 2 :]
-
 
 # --- jattn ---
 
@@ -187,25 +96,10 @@ def _jax_paged(b: Batch) -> Prepared:
 # --- peers in torch ---
 
 
-def _torch(x: Any) -> Any:
-    import torch
-
-    if jax.default_backend() == "gpu":
-        if x.dtype.itemsize == 1:  # dlpack has no 8-bit floats
-            bits = jax.lax.bitcast_convert_type(x, jnp.uint8)
-            return torch.from_dlpack(bits).view(getattr(torch, x.dtype.name))
-        return torch.from_dlpack(x)
-    return torch.tensor(np.asarray(x.astype(jnp.float32))).to(getattr(torch, x.dtype.name))
-
-
-def _to_jax(x: Any) -> Any:
-    return jnp.asarray(x.float().cpu().numpy())
-
-
 def _torch_sdpa(b: Batch) -> Prepared:
     import torch
 
-    q, k, v = (_torch(x).transpose(1, 2).contiguous() for x in _dense_or_refuse(b))
+    q, k, v = (as_torch(x).transpose(1, 2).contiguous() for x in _dense_or_refuse(b))
     causal = b.workload.causal and b.workload.requests[0][0] > 1
 
     def run() -> Any:
@@ -213,14 +107,14 @@ def _torch_sdpa(b: Batch) -> Prepared:
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
 
     timer = graph_times if q.is_cuda else host_times
-    return Prepared(run, lambda: _to_jax(run().transpose(1, 2)).reshape(b.q.shape), timer)
+    return Prepared(run, lambda: as_jax(run().transpose(1, 2)).reshape(b.q.shape), timer)
 
 
 def _fa3(b: Batch) -> Prepared:
     import flash_attn_interface
 
     w = b.workload
-    q, k, v, table, lens, loc = map(_torch, (b.q, b.k_cache, b.v_cache, b.block_table, b.seq_lens, b.query_start_loc))
+    q, k, v, table, lens, loc = map(as_torch, (b.q, b.k_cache, b.v_cache, b.block_table, b.seq_lens, b.query_start_loc))
     if k.dtype != q.dtype:
         q = q.to(k.dtype)
     left, right = (-1 if side is None else side for side in w.window)
@@ -240,7 +134,7 @@ def _fa3(b: Batch) -> Prepared:
             num_splits=0,
         )
 
-    return Prepared(run, lambda: _to_jax(run()), graph_times)
+    return Prepared(run, lambda: as_jax(run()), graph_times)
 
 
 def _flashinfer(kind: str) -> Callable[[Batch], Prepared]:
@@ -253,7 +147,7 @@ def _flashinfer(kind: str) -> Callable[[Batch], Prepared]:
             raise CannotRun("decode only")
         if w.window[1] not in (None, 0):
             raise CannotRun("no right window")
-        q, k, v = map(_torch, (b.q, b.k_cache, b.v_cache))
+        q, k, v = map(as_torch, (b.q, b.k_cache, b.v_cache))
         counts = [len(p) for p in b.pages]
         indptr = torch.tensor(np.cumsum([0, *counts]), dtype=torch.int32)
         ids = torch.tensor(np.concatenate(b.pages), dtype=torch.int32)
@@ -278,7 +172,7 @@ def _flashinfer(kind: str) -> Callable[[Batch], Prepared]:
         def run() -> Any:
             return wrapper.run(q, (k, v))
 
-        return Prepared(run, lambda: _to_jax(run()), graph_times)
+        return Prepared(run, lambda: as_jax(run()), graph_times)
 
     return prepare
 
@@ -293,17 +187,11 @@ PEERS: dict[str, Peer] = {
         Peer("flashinfer-fa2", ("gpu",), "flashinfer", _flashinfer("fa2")),
         Peer("flashinfer-fa3", ("gpu",), "flashinfer", _flashinfer("fa3")),
         Peer("flashinfer-decode", ("gpu",), "flashinfer", _flashinfer("decode")),
+        Peer("vllm-unified", ("gpu",), "vllm", peers_vllm.unified),
+        Peer("vllm-prefix-prefill", ("gpu",), "vllm", peers_vllm.prefix_prefill),
         Peer("cudnn-dense", ("gpu",), None, _jax_nn("cudnn")),
         Peer("jax-paged", ("gpu",), None, _jax_paged),
         Peer("torch-sdpa-dense", ("cpu", "gpu"), "torch", _torch_sdpa),
         Peer("jax.nn-dense", ("cpu",), None, _jax_nn("xla")),
     )
 }
-
-
-def median_and_spread(times: list[float]) -> tuple[float, float]:
-    """The median, and the distance between the quartiles."""
-    if len(times) < 4:
-        return statistics.median(times), max(times) - min(times)
-    low, mid, high = statistics.quantiles(times, n=4)
-    return mid, high - low

@@ -19,7 +19,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 
-from bench.peers import PEERS, CannotRun, Prepared, burst_times, median_and_spread, times_on_end
+from bench.peer import CannotRun, Prepared
+from bench.peers import PEERS
+from bench.timers import burst_times, median_and_spread, times_on_end
 from bench.workloads import CPU_STANDARD, GPU_STANDARD, WORKLOADS, Batch, build, reference_error
 
 HELP = """Times jattn and whichever peers are installed in one process and prints ratios (peer / jattn; above 1: jattn is

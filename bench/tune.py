@@ -20,7 +20,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 
 import pallas_kernels
-from bench.peers import cupti_times, median_and_spread
+from bench.timers import cupti_times, median_and_spread
 from bench.tune_candidates import KERNELS, USUAL, Job
 from bench.tune_results import Outcome, Results, State, merged, outcomes, read_table, replace_file, table_text
 from bench.workloads import WORKLOADS, build, reference_error
