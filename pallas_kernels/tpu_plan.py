@@ -219,8 +219,8 @@ def table_chunks(r: AttentionRequest) -> int:
 
 
 def max_items(r: AttentionRequest, t: Tiling) -> int:
-    """A bound on the number of items for any lengths; two more sequences stand for padding rows."""
-    return min(r.num_tokens, r.num_tokens // t.tokens + r.num_seqs + 2)
+    """A bound on the number of items for any lengths; one more sequence stands for padding rows."""
+    return min(r.num_tokens, r.num_tokens // t.tokens + r.num_seqs + 1)
 
 
 class Items(NamedTuple):
