@@ -77,3 +77,15 @@ def test_page_ids_outside_of_the_pool_name_its_first_or_last_page(implementation
     batch["block_table"][:, 0] = [I32.max, -1, I32.min]
     batch["block_table"][2, 1] = len(batch["k_cache"])
     check(batch, implementation)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("options", [{}, {"window": (2, 1)}, {"tree_mask": 4}], ids=["plain", "window", "tree"])
+def test_more_queries_than_keys_of_which_the_last_are_new(implementation, options):
+    batch = draw((5, 3, 4, 2), (0, 6, 0, 3))
+    rng = np.random.default_rng(4)
+    batch |= {name: batches.normal(rng, (16, 2, 8), np.float32) for name in ("new_k", "new_v")}
+    batch["seq_lens"] = np.array([3, 9, 0, I32.max], np.int32)
+    if "tree_mask" in options:
+        options = {"tree_mask": rng.random((4, 4, 4)) < 0.6}
+    check(batch | {"causal": np.array([True, False, True, True])} | options, implementation)
