@@ -119,6 +119,18 @@ def test_other_pools_are_taken_as_they_are(kv_heads, head_dim, kv_dtype):
     assert tpu_plan.as_stored(requested(case)[0]).layout == "NHD"
 
 
+def test_a_tree_hides_keys_inside_of_its_square_which_may_be_nan():
+    case = Case("tree", (6, 4), (6, 9), padding_tokens=0, page_size=4, causal=False, tree_size=6)
+    request, _, static = requested(case)
+    batch = build(case)
+    batch["tree_mask"][:, :, 2] = False  # a key amid others that no query sees, only rows past a short square
+    poisoned, _ = batches.split(batches.poison(np.random.default_rng(0), batch))
+    assert poisoned["tree_mask"][1, 4:, 2].all()
+    tiling = dataclasses.replace(tpu_plan.choose_tiling(request, "v6e"), pages=1)
+    assert tiling.levels[0] > 4  # rows that no query of the second sequence fills
+    check_against_oracle(case, batch, tpu_interpreter.attend(poisoned, static, tiling=tiling))
+
+
 def test_one_buffer_instead_of_two_is_a_race_that_is_seen(monkeypatch, detectors):
     keys, take_in = tpu_copies.keys, tpu_steps.take_in
     monkeypatch.setattr(tpu_copies, "keys", lambda k, n, j, buffer, act: keys(k, n, j, 0 * buffer, act))
