@@ -329,6 +329,12 @@ def test_lowers_for_a_tpu_without_one(chip, changes):
     lower(chip, changes)
 
 
+def test_a_host_without_a_tpu_refuses_the_kernel_by_its_name():
+    arrays, static = batches.split(build(Case("no_tpu")))
+    with pytest.raises(NotImplementedError, match=r"implementation: got 'tpu'.*use_abstract_mesh"):
+        jax.jit(lambda arrays: paged_tpu.attend(*make_request(**arrays, **static)))(arrays)
+
+
 def test_lowers_where_64_bit_types_are_on():
     with jax.enable_x64(True):
         lower("v6e", {})
