@@ -22,6 +22,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use
 
 from bench.sections import replace_section
 from pallas_kernels import paged_tpu, tpu_plan
+from pallas_kernels.kv_write import write_kv
 from pallas_kernels.request import AttentionRequest, make_request
 
 HELP = """Compiles each configuration of the TPU kernel with the compiler in the libtpu wheel (pip install 'jax[tpu]') and
@@ -53,6 +54,7 @@ class Config:
     group: int = 4
     options: tuple[str, ...] = ()  # arrays beside the usual ones
     static: tuple[tuple[str, Any], ...] = ()
+    writes: bool = False  # a step: the tokens' keys and values are first written into the caches, which are donated
 
     @property
     def name(self) -> str:
@@ -100,6 +102,19 @@ def features() -> Iterator[Config]:
     yield Config("32 KV heads", kv_heads=32, group=1)
     yield Config("pages of 8", page_size=8)
     yield Config("pages of 12", page_size=12)
+    for heads in (3, 5, 6, 10, 12, 20):
+        yield Config("stored by head", kv_heads=heads)
+    for heads in (5, 10):
+        yield Config("stored by head", kv_heads=heads, kv_dtype="int8")
+    yield Config("stored by head", kv_heads=5, page_size=4)
+    yield Config("stored by head", kv_heads=5, dtype="float32", kv_dtype="float32")
+    yield Config("stored by head, new K/V", kv_heads=5, options=("new_k", "new_v"))
+    for page_size, kv_dtype in ((12, "bfloat16"), (12, "int8"), (1, "bfloat16")):
+        yield Config("HND, stored by token", layout="HND", page_size=page_size, kv_dtype=kv_dtype)
+    for heads, kv_dtype in ((8, "bfloat16"), (5, "bfloat16"), (10, "int8")):
+        yield Config("write and attend", kv_heads=heads, kv_dtype=kv_dtype, writes=True)
+    for page_size in (16, 12):
+        yield Config("HND, write and attend", layout="HND", page_size=page_size, writes=True)
     yield Config("cap, window, LSE", static=(("soft_cap", 50.0), ("window", (1023, 5)), ("return_lse", True)))
     yield Config("sinks, ALiBi, kv_start, flags", options=("sinks", "alibi_slopes", "kv_start", "causal"))
     yield Config("new K/V", options=("new_k", "new_v"))
@@ -133,10 +148,18 @@ def shapes(c: Config) -> dict[str, tuple[tuple[int, ...], Any]]:
         "bidirectional_ranges": ((c.seqs, 2, 2), jnp.int32),
         "tree_mask": ((c.seqs, 16, 16), jnp.bool_),
     }
-    return found | {name: extra[name] for name in c.options}
+    found |= {name: extra[name] for name in c.options}
+    if c.writes:
+        found |= {"k": extra["new_k"], "v": extra["new_v"], "slot_mapping": ((c.tokens,), jnp.int32)}
+    return found
 
 
-def compiled(chip: str, call: Callable[..., Any], arguments: Iterable[tuple[tuple[int, ...], Any]]) -> Any:
+def compiled(
+    chip: str,
+    call: Callable[..., Any],
+    arguments: Iterable[tuple[tuple[int, ...], Any]],
+    donated: tuple[int, ...] = (),
+) -> Any:
     """The executable of `call` for a chip that this host lacks."""
     from jax.experimental import topologies
 
@@ -149,7 +172,8 @@ def compiled(chip: str, call: Callable[..., Any], arguments: Iterable[tuple[tupl
         for shape, dtype in arguments
     ]
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(device.device_kind, 1, "tpu"))):
-        return jax.jit(call).trace(*given).lower(lowering_platforms=("tpu",)).compile()
+        call = jax.jit(call, donate_argnums=donated)
+        return call.trace(*given).lower(lowering_platforms=("tpu",)).compile()
 
 
 def vmem_of(executable: Any) -> int:
@@ -162,7 +186,9 @@ def vmem_of(executable: Any) -> int:
 
 
 def pool_copies(executable: Any, c: Config) -> int:
-    """Instructions of the program that make another array of the pool's size."""
+    """Instructions of the program that make another array of the pool's size; of a step, pools in temporary memory."""
+    if c.writes:
+        return executable.memory_analysis().temp_size_in_bytes // (POOL_BYTES // 2)
     size = math.prod(shapes(c)["k_cache"][0])
     made = re.findall(r"= \w+\[([\d,]+)\]\S* (?!parameter|bitcast)[a-z-]+\(", executable.as_text())
     return sum(math.prod(map(int, extents.split(","))) >= size for extents in made)
@@ -174,15 +200,22 @@ def report(chip: str, c: Config) -> Row:
     seen: list[tuple[AttentionRequest, tpu_plan.Tiling]] = []
 
     def call(*arrays: Any) -> Any:
-        request, operands = make_request(**dict(zip(arguments, arrays, strict=True)), **static)
+        given, caches = dict(zip(arguments, arrays, strict=True)), ()
+        if c.writes:
+            scales = {name: given[name] for name in ("k_scale", "v_scale") if name in given}
+            new = [given.pop(name) for name in ("k", "v", "slot_mapping")]
+            caches = write_kv(given["k_cache"], given["v_cache"], *new, layout=c.layout, **scales)
+            given |= dict(zip(("k_cache", "v_cache"), caches, strict=True))
+        request, operands = make_request(**given, **static)
         if reasons := paged_tpu.why_not(request):
             raise NotImplementedError("; ".join(reasons))
         seen.append((request, tpu_plan.choose_tiling(request, chip)))
-        return paged_tpu.attend(request, operands)
+        return caches, paged_tpu.attend(request, operands)
 
     began = time.monotonic()
+    donated = tuple(i for i, name in enumerate(arguments) if c.writes and name in ("k_cache", "v_cache"))
     try:
-        executable = compiled(chip, call, arguments.values())
+        executable = compiled(chip, call, arguments.values(), donated)
     except Exception as failure:  # the table shall show all that is at fault
         return Row(chip, c, fault=f"{type(failure).__name__}: {' '.join(str(failure).split())[:160]}")
     (request, tiling), memory = seen[-1], executable.memory_analysis()
@@ -233,8 +266,8 @@ def markdown(rows: list[Row]) -> str:
         "it**. bfloat16 queries, 4 query heads a KV head, 4096 tokens a table row; decode: 64 sequences of one query;",
         "mixed: 1024 tokens of 64 sequences. A cell of the grid is `VMEM in MiB, program in KiB`, for pages of 16, 64",
         f"and 256 tokens. VMEM is what the compiler records; SMEM, by the plan, is at most {most} of 1024 KiB. Each",
-        "program was read for a copy of the page pool; where D is no multiple of 128 the pool is row-major",
-        "([tpu-kernel.md](tpu-kernel.md)).",
+        "program was read for a copy of the page pool; where D is no multiple of 128 the pool is declared row-major",
+        "([tpu-kernel.md](tpu-kernel.md#how-the-pool-lies-in-memory)).",
         "",
         "| chip | D | KV heads | KV | decode | mixed |",
         "|---|---|---|---|---|---|",

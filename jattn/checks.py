@@ -28,7 +28,9 @@ def debug_checks() -> Iterator[None]:
             err, out = checkify.checkify(step)(...)
         err.throw()
 
-    Without it, contradictory traced input has a defined result and reads nothing out of bounds, but raises nothing.
+    Without it, contradictory traced input has a defined result and reads nothing out of bounds, but raises nothing:
+    sequences begin at row 0, and none before the end of an earlier one; lengths and page ids go to the nearest that
+    exists. Only the kernel "hopper" gives a row that two sequences claim to either of them.
     Under `vmap` put the `checkify` inside: JAX cannot check loops that are already batched.
     """
     with _enabled(True):

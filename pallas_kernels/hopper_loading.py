@@ -75,7 +75,8 @@ def describe_tile(k: Kernel, table: Any, s: Array, tile: Array, head: Array) -> 
         F0: f0,
         F1: f1,
         T1: t1,
-        TILE: table[plan.TILES_BEFORE, s] + tile,
+        # Starts that decrease make more tiles than LSE has room for.
+        TILE: jnp.minimum(table[plan.TILES_BEFORE, s] + tile, plan.max_tiles(request, t) - 1),
         CLEAN_LO: seq_lo,
         CLEAN_HI: seq_len,
     }

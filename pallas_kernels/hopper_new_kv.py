@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.request import AttentionOperands, AttentionRequest
+from pallas_kernels.work_plan import existing_keys
 
 
 def num_fresh(request: AttentionRequest) -> int:
@@ -27,17 +28,18 @@ def fresh_counts(seq_len: Array, q_len: Array, page_size: int) -> Array:
 def fresh_pages(request: AttentionRequest, operands: AttentionOperands) -> tuple[Array, Array]:
     """K and V pages in the cache's layout; those of a sequence follow one another, sequences in order."""
     ps = request.page_size
-    starts = jnp.clip(operands.query_start_loc, 0, request.num_tokens)
+    starts = jnp.clip(operands.query_start_loc, 0, request.num_tokens).at[0].set(0)
     q_len = jnp.maximum(starts[1:] - starts[:-1], 0)
-    counts = fresh_counts(operands.seq_lens, q_len, ps)
+    seq_lens = existing_keys(operands.seq_lens, q_len, request.max_pages * ps, new_kv=True)
+    counts = fresh_counts(seq_lens, q_len, ps)
     ends = jnp.cumsum(counts)
     page = jnp.arange(num_fresh(request))
     s = jnp.minimum(jnp.searchsorted(ends, page, side="right"), request.num_seqs - 1)
-    context = jnp.maximum(operands.seq_lens - q_len, 0)
-    column = context[s] // ps + page - (ends - counts)[s]
+    context = seq_lens - q_len  # below 0 where there are more queries than keys, which are then those of the last ones
+    column = jnp.maximum(context, 0)[s] // ps + page - (ends - counts)[s]
     position = column[:, None] * ps + jnp.arange(ps)  # [pages, ps]
     old = position < context[s][:, None]
-    inside = (page < ends[-1])[:, None] & (position < operands.seq_lens[s][:, None])
+    inside = (page < ends[-1])[:, None] & (position < seq_lens[s][:, None])
     cached = operands.block_table[s, jnp.clip(column, 0, request.max_pages - 1)]
     cached = jnp.clip(cached, 0, request.num_pages - 1)
     row = jnp.clip(starts[s][:, None] + position - context[s][:, None], 0, request.num_tokens - 1)

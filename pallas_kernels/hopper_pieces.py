@@ -65,9 +65,10 @@ class Kernel:
     def page_of(self, refs: Any, fields: Any, s: Array, copy: Any, tile: Array) -> Array:
         """The page of copy `copy` of a KV tile; past the last page of the sequence, that page again."""
         t, request = self.tiling, self.request
-        last = jnp.minimum(div(jnp.maximum(fields[LENGTH] - 1, 0), request.page_size), request.max_pages - 1)
+        last = div(jnp.maximum(fields[LENGTH] - 1, 0), request.page_size)
         column = jnp.minimum(div(tile * t.block_kv + copy * t.chunk, request.page_size), last)
-        page = refs["block_table"][jnp.minimum(s, request.num_seqs - 1), column]
+        in_table = jnp.minimum(column, request.max_pages - 1) if request.new_kv else column
+        page = refs["block_table"][jnp.minimum(s, request.num_seqs - 1), in_table]
         page = jnp.clip(page, 0, request.num_pages - 1)
         if request.new_kv:  # fresh pages are numbered after the pool's
             page = jnp.where(column < fields[FRESH_COLUMN], page, fields[FRESH_PAGE] + column - fields[FRESH_COLUMN])

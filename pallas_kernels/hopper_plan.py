@@ -27,6 +27,7 @@ from pallas_kernels import tuned
 from pallas_kernels.hopper_new_kv import fresh_counts
 from pallas_kernels.masks import key_span
 from pallas_kernels.request import AttentionOperands, AttentionRequest
+from pallas_kernels.work_plan import existing_keys
 
 NUM_PROGRAMS = 132  # multiprocessors of an H100 or H200 (SXM); elsewhere only the balance suffers
 SMEM_BYTES = 227 * 1024  # what one program may have
@@ -285,14 +286,17 @@ def table(request: AttentionRequest, operands: AttentionOperands, tiling: Tiling
         assert x is not None
         return jnp.where(real, x[jnp.minimum(column, num_seqs - 1)], default)
 
+    # Starts that decrease, which only bad input has, are not made to rise as in `work_plan.row_starts`: that would be one
+    # more XLA kernel a call.
     start = jnp.clip(operands.query_start_loc[jnp.minimum(column, num_seqs)], 0, num_tokens)
+    start = jnp.where(column == 0, 0, start)
     end = jnp.clip(operands.query_start_loc[jnp.minimum(column + 1, num_seqs)], 0, num_tokens)
     end = jnp.where(column == num_seqs, num_tokens, end)
     q_len = jnp.maximum(end - start, 0)
     row = {
         Q_START: start,
         Q_LEN: q_len,
-        SEQ_LEN: of(operands.seq_lens, 0),
+        SEQ_LEN: existing_keys(of(operands.seq_lens, 0), q_len, request.max_pages * request.page_size, request.new_kv),
         CAUSAL: of(operands.causal, False).astype(jnp.int32)
         if request.causal is None
         else jnp.full_like(start, int(request.causal)),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float, Int, Num
 
 from pallas_kernels.quantization import store_as
-from pallas_kernels.request import QUANTIZED_DTYPES, QUERY_DTYPES, as_array, as_int32, describe, expect
+from pallas_kernels.request import QUANTIZED_DTYPES, QUERY_DTYPES, Layout, as_array, as_int32, describe, expect
+from pallas_kernels.tpu_plan import stored_layout
 
 
 def write_kv(
@@ -56,13 +59,40 @@ def write_kv(
     num_pages, a, b, head_dim = k_cache.shape
     page_size, num_kv_heads = (a, b) if layout == "NHD" else (b, a)
     page, offset = slot_index(slot_mapping, num_pages, page_size)
-    at: Any = (page, offset) if layout == "NHD" else (page, slice(None), offset)
 
     def write(name: str, cache: Array, rows: Any, scale: Any) -> Array:
         stored = stored_rows(name, rows, scale, cache.dtype, (page.shape[0], num_kv_heads, head_dim))
-        return cache.at[at].set(stored, mode="drop")
+        return _put(layout, cache, stored, page, offset)
 
     return write("k", k_cache, k, k_scale), write("v", v_cache, v, v_scale)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _put(layout: Layout, cache: Array, rows: Array, page: Array, offset: Array) -> Array:
+    """Rows [T, KVH, D] in their slots."""
+    whole = functools.partial(put_whole, layout)
+    num_kv_heads, head_dim = rows.shape[1:]
+    page_size = cache.shape[1 if layout == "NHD" else 2]
+    if stored_layout(layout, page_size, num_kv_heads, head_dim, cache.dtype) == "NHD":
+        return whole(cache, rows, page, offset)
+    by_head = functools.partial(put_by_head, layout)
+    return lax.platform_dependent(cache, rows, page, offset, tpu=by_head, default=whole)
+
+
+def put_whole(layout: Layout, cache: Array, rows: Array, page: Array, offset: Array) -> Array:
+    """All heads of a token in one window."""
+    at: Any = (page, offset) if layout == "NHD" else (page, slice(None), offset)
+    return cache.at[at].set(rows, mode="drop")
+
+
+def put_by_head(layout: Layout, cache: Array, rows: Array, page: Array, offset: Array) -> Array:
+    """Each head of a token by an index of its own.
+
+    For windows of all heads XLA on TPUs wants a pool whose heads lie side by side, and copies any other (libtpu 0.0.50). On
+    a CPU many small windows take longer.
+    """
+    page, offset, head = page[:, None], offset[:, None], jnp.arange(rows.shape[1])
+    return cache.at[(page, offset, head) if layout == "NHD" else (page, head, offset)].set(rows, mode="drop")
 
 
 def slot_index(slot_mapping: Int[Array, " T"], num_pages: int, page_size: int) -> tuple[Array, Array]:

@@ -55,7 +55,16 @@ def attend(
       operands: arrays.
       interpret: `pltpu.InterpretParams` simulates a TPU on any platform: for tests.
       tiling: sizes of the tiles; None chooses them.
+
+    Raises:
+      NotImplementedError: there is no TPU, neither present nor in the abstract mesh, and nothing simulates one.
     """
+    chip = tpu_plan.present_chip()
+    if chip is None and not interpret:
+        raise NotImplementedError(
+            "implementation: got 'tpu' on a host without a TPU (v4 or newer), expected one, or an abstract mesh of TPUs "
+            "(jax.sharding.use_abstract_mesh) to compile for"
+        )
     r = tpu_plan.as_stored(request)
     if r.num_tokens == 0 or r.num_seqs == 0:
         lse = jnp.full((r.num_tokens, r.num_heads), -jnp.inf, jnp.float32)
@@ -65,4 +74,4 @@ def attend(
         operands = dataclasses.replace(operands, k_cache=k_cache, v_cache=v_cache)
     from pallas_kernels import tpu_call  # Mosaic TPU takes a third of a second to import
 
-    return tpu_call.attend(r, operands, tiling or tpu_plan.choose_tiling(r, tpu_plan.present_chip()), interpret)
+    return tpu_call.attend(r, operands, tiling or tpu_plan.choose_tiling(r, chip), interpret)

@@ -178,7 +178,8 @@ def _new_source(r: AttentionRequest, ops: AttentionOperands, tile: Tile, rows: i
         index = jnp.clip(tile.start + j * keys + jnp.arange(count * keys), 0, r.num_tokens - 1)
         return new_k[index].swapaxes(0, 1), new_v[index].swapaxes(0, 1), None, None
 
-    return Source(tile.context_len, tile.seq_len, tile.context_len, keys, 1, fetch)
+    # With more queries than keys the first queries stand before position 0, where there are no keys.
+    return Source(jnp.maximum(tile.context_len, 0), tile.seq_len, tile.context_len, keys, 1, fetch)
 
 
 def _sweep(

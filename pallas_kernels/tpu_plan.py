@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels import tuned
-from pallas_kernels.request import AttentionOperands, AttentionRequest
+from pallas_kernels.request import AttentionOperands, AttentionRequest, Layout
 from pallas_kernels.tile_plan import CONTEXT, END, FIELDS, FIRST, WHOLE_END, compute_dtype, plan
 from pallas_kernels.tuned import Tile
 from pallas_kernels.work_plan import query_tiles, sequences, with_padding_rows
@@ -157,13 +157,26 @@ def tile_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
 
 
 def as_stored(r: AttentionRequest) -> AttentionRequest:
-    """The request in the layout in which XLA holds the pool: NHD pools of very few KV heads lie by head in memory.
+    """The request in the layout in which XLA holds the pool, for whose view it then has nothing to copy."""
+    layout = stored_layout(r.layout, r.page_size, r.num_kv_heads, r.head_dim, r.kv_dtype)
+    return r if layout == r.layout else dataclasses.replace(r, layout=layout)
 
-    Fewer heads than a packed register row takes would pad it, so XLA's default layout of such a pool has tokens in the
-    heads' place; for the swapped view it then has nothing to copy, where for NHD it would copy the pool.
+
+def stored_layout(layout: Layout, page_size: int, num_kv_heads: int, head_dim: int, dtype: np.dtype) -> Layout:
+    """The layout of a pool in memory, by XLA's default.
+
+    Where the last axis but one would be padded in memory and the one before it would not, that has them swapped: pages of
+    16 tokens and 5 heads lie by head, pages of 8 heads and 12 tokens by token.
     """
-    few = r.layout == "NHD" and r.num_kv_heads < 4 // r.kv_dtype.itemsize
-    return dataclasses.replace(r, layout="HND") if few and r.head_dim % LANES == 0 else r
+    inner, outer = (num_kv_heads, page_size) if layout == "NHD" else (page_size, num_kv_heads)
+    if head_dim % LANES or _fills_rows(inner, dtype) or not _fills_rows(outer, dtype):
+        return layout
+    return "HND" if layout == "NHD" else "NHD"
+
+
+def _fills_rows(extent: int, dtype: np.dtype) -> bool:
+    """Whether an axis along the sublanes is stored without padding: whole registers, or a packed part of one."""
+    return extent % SUBLANES == 0 or (_power(extent) == extent and 4 // dtype.itemsize <= extent)
 
 
 def staged(r: AttentionRequest) -> bool:
@@ -219,8 +232,8 @@ def table_chunks(r: AttentionRequest) -> int:
 
 
 def max_items(r: AttentionRequest, t: Tiling) -> int:
-    """A bound on the number of items for any lengths; two more sequences stand for padding rows."""
-    return min(r.num_tokens, r.num_tokens // t.tokens + r.num_seqs + 2)
+    """A bound on the number of items for any lengths; one more sequence stands for padding rows."""
+    return min(r.num_tokens, r.num_tokens // t.tokens + r.num_seqs + 1)
 
 
 class Items(NamedTuple):

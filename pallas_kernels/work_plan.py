@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 
 class Sequences(NamedTuple):
@@ -21,8 +21,24 @@ class Sequences(NamedTuple):
         return self.seq_len - self.query_len
 
 
+def row_starts(query_start_loc: Array, num_tokens: int) -> Array:
+    """Where sequences begin and end in q, made safe; int32 [S+1].
+
+    The first begins at row 0, an entry past the end of q counts as the end, and one below an earlier entry as that one:
+    no row has two sequences, and those past the last have none.
+    """
+    index = jnp.arange(query_start_loc.shape[0])
+    starts = jnp.where(index > 0, jnp.clip(query_start_loc, 0, num_tokens), 0)
+    if len(index) > 2048:
+        return lax.cummax(starts)
+    # The running maximum as one reduction, which XLA fuses with what makes `starts`; a scan takes several kernels.
+    return jnp.where(index <= index[:, None], starts, 0).max(1)
+
+
 def sequences(query_start_loc: Array, seq_lens: Array, num_tokens: int, max_kv_len: int, new_kv: bool) -> Sequences:
     """Clip lengths into the arrays' bounds, so that bad traced input gives a defined result and no stray read.
+
+    A sequence with more queries than keys has its queries at the last positions all the same, the first ones before 0.
 
     Args:
       query_start_loc: int32 [S+1].
@@ -31,10 +47,14 @@ def sequences(query_start_loc: Array, seq_lens: Array, num_tokens: int, max_kv_l
       max_kv_len: tokens that a row of the block table can name.
       new_kv: this step's tokens come from beside the cache, so the table need only cover the context.
     """
-    start = jnp.clip(query_start_loc[:-1], 0, num_tokens)
-    query_len = jnp.clip(query_start_loc[1:], start, num_tokens) - start
-    limit = max_kv_len + (query_len if new_kv else 0)
-    return Sequences(start, query_len, jnp.clip(seq_lens, 0, limit))
+    starts = row_starts(query_start_loc, num_tokens)
+    query_len = starts[1:] - starts[:-1]
+    return Sequences(starts[:-1], query_len, existing_keys(seq_lens, query_len, max_kv_len, new_kv))
+
+
+def existing_keys(seq_lens: Array, query_len: Array, max_kv_len: int, new_kv: bool) -> Array:
+    """Lengths clipped to the keys that table and new K/V can hold; arguments as of `sequences`."""
+    return jnp.clip(seq_lens, 0, max_kv_len + (query_len if new_kv else 0))
 
 
 class QueryTiles(NamedTuple):
@@ -66,16 +86,15 @@ def query_tiles(query_len: Array, num_tokens: int, tile: int, most: int | None =
 
 
 def with_padding_rows(seqs: Sequences, num_tokens: int) -> Sequences:
-    """Two more sequences without keys: the rows before the first sequence and those past the last.
+    """One more sequence, without keys: the rows past the last.
 
-    A kernel that takes them as tiles like any other writes every row of its output, so that nothing need be cleared.
+    A kernel that takes it as tiles like any other writes every row of its output, so that nothing need be cleared.
     """
-    first, end = seqs.start[0], (seqs.start + seqs.query_len).max()
-    none = jnp.zeros(1, jnp.int32)
+    end = seqs.start[-1:] + seqs.query_len[-1:]
     return Sequences(
-        jnp.concatenate([seqs.start, none, end[None]]),
-        jnp.concatenate([seqs.query_len, first[None], (num_tokens - end)[None]]),
-        jnp.concatenate([seqs.seq_len, none, none]),
+        jnp.concatenate([seqs.start, end]),
+        jnp.concatenate([seqs.query_len, num_tokens - end]),
+        jnp.concatenate([seqs.seq_len, jnp.zeros(1, jnp.int32)]),
     )
 
 

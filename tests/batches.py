@@ -104,6 +104,19 @@ def split(batch):
     return arrays, {name: x for name, x in batch.items() if name not in arrays}
 
 
+def as_taken(batch):
+    """The batch without contradictions that a call takes a contradictory one for, if its values are traced."""
+    num_tokens = len(batch["q"])
+    pages, page_size = len(batch["k_cache"]), batch["k_cache"].shape[1 if batch["layout"] == "NHD" else 2]
+    starts = np.maximum.accumulate(np.clip(np.r_[0, batch["query_start_loc"][1:]], 0, num_tokens))
+    most = batch["block_table"].shape[1] * page_size + (np.diff(starts) if "new_k" in batch else 0)
+    return batch | {
+        "query_start_loc": starts,
+        "seq_lens": np.clip(batch["seq_lens"], 0, most),
+        "block_table": np.clip(batch["block_table"], 0, pages - 1),
+    }
+
+
 def poison(rng, batch):
     """A copy of a batch with NaN, Inf or nonsense wherever no query may look."""
     batch = {name: x.copy() if isinstance(x, np.ndarray) else x for name, x in batch.items()}

@@ -43,10 +43,18 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "window_and_flags": (Case("e", **BASE, causal="each", window=(20, 3)), {}),
     "scores": (Case("f", **DRAFT, soft_cap=1.5, sinks="some", alibi=True), {}),
     "kv_start_hnd": (Case("g", **BASE, kv_start=True, layout="HND", sinks="finite"), {}),
-    "new_kv": (Case("h", **BASE, new_kv=True), {}),
+    "new_kv": (Case("h", **BASE | {"context_lens": (144, 37, 7, 0)}, new_kv=True), {}),
     "fp8": (Case("i", **DRAFT, kv_dtype="float8_e4m3fn", scales=("head", "scalar")), {}),
     "fp8_k_and_v_apart": (Case("k", **BASE, kv_dtype="float8_e5m2", window=(20, 3)), {"convert": 2}),
     "head_96_pages_24": (Case("j", **DRAFT | {"head_dim": 96}, page_size=24), {}),
+    "contradictory": (Case("k", **BASE | {"query_lens": (1, 19, 9, 3)}, new_kv=True, causal="each"), {}),
+}
+# Values of a case that contradict the others: a start other than 0, a length beyond the table, one below the queries.
+WRONG = {
+    "contradictory": {
+        "query_start_loc": np.array([1, 1, 20, 29, 32], np.int32),
+        "seq_lens": np.array([141, 2**31 - 1, 4, -1], np.int32),
+    }
 }
 
 
@@ -89,10 +97,16 @@ class InterpreterSteps(Steps):
 
 
 def run(name: str) -> dict[str, Any]:
-    """Errors of a case whose every unseen byte is poison, on three programs."""
+    """Errors of a case, whose every unseen byte is poison unless it contradicts itself, on three programs."""
     case, changes = CASES[name]
     clean = build(case)
-    arrays, static = batches.split(batches.poison(np.random.default_rng(0), clean))
+    if case.new_kv:  # then the table need only cover the context
+        clean["block_table"] = clean["block_table"][:, : -(-max(case.context_lens) // case.page_size)]
+    if name in WRONG:
+        given, clean = clean | WRONG[name], batches.as_taken(clean | WRONG[name])
+    else:
+        given = batches.poison(np.random.default_rng(0), clean)
+    arrays, static = batches.split(given)
     request, operands = make_request(**{n: jnp.asarray(x) for n, x in arrays.items()}, **static)
     tiling = dataclasses.replace(hopper_plan.choose_tiling(request), programs=3, **changes)
     attend = jax.jit(

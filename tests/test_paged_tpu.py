@@ -105,18 +105,50 @@ def test_items_of_every_level_agree_with_the_oracle_and_other_lengths_do_not_ret
     assert len(traces) == 1
 
 
-def test_a_pool_that_xla_stores_by_head_is_taken_by_head():
-    case = Case("one_head", (1, 5), (40, 3), num_heads=3, num_kv_heads=1, head_dim=128, dtype="bfloat16")
+SWAPPED = [  # where XLA's layout of the pool is that of the other view
+    Case("one_head", num_heads=3, num_kv_heads=1, dtype="bfloat16"),
+    Case("five_heads", num_heads=5, num_kv_heads=5, page_size=8, dtype="float32", kv_dtype="int8"),
+    Case("pages_of_12", layout="HND", page_size=12, dtype="bfloat16"),
+]
+SWAPPED = [dataclasses.replace(x, query_lens=(1, 5), context_lens=(40, 3), head_dim=128) for x in SWAPPED]
+
+
+@pytest.mark.parametrize("case", SWAPPED, ids=lambda case: case.name)
+def test_a_pool_is_taken_as_xla_stores_it(case):
     request, _, static = requested(case)
-    assert tpu_plan.as_stored(request).layout == "HND"
+    assert tpu_plan.as_stored(request).layout == ("NHD" if case.layout == "HND" else "HND")
     poisoned, _ = batches.split(batches.poison(np.random.default_rng(0), build(case)))
     check_against_oracle(case, build(case), tpu_interpreter.attend(poisoned, static))
 
 
-@pytest.mark.parametrize(("kv_heads", "head_dim", "kv_dtype"), [(2, 128, None), (1, 64, None), (4, 128, "int8")])
-def test_other_pools_are_taken_as_they_are(kv_heads, head_dim, kv_dtype):
-    case = Case("other", num_kv_heads=kv_heads, head_dim=head_dim, dtype="bfloat16", kv_dtype=kv_dtype)
-    assert tpu_plan.as_stored(requested(case)[0]).layout == "NHD"
+@pytest.mark.parametrize(
+    ("kv_heads", "page_size", "head_dim", "layout", "kv_dtype"),
+    [
+        (2, 16, 128, "NHD", None),
+        (1, 16, 64, "NHD", None),  # lanes would be padded: pages lie along them
+        (4, 16, 128, "NHD", "int8"),
+        (40, 16, 128, "NHD", None),
+        (5, 12, 128, "NHD", None),  # pages lie along the sublanes
+        (5, 16, 128, "HND", None),
+        (8, 4, 128, "HND", None),
+    ],
+)
+def test_other_pools_are_taken_as_they_are(kv_heads, page_size, head_dim, layout, kv_dtype):
+    case = Case("other", num_heads=kv_heads, num_kv_heads=kv_heads, page_size=page_size, head_dim=head_dim)
+    case = dataclasses.replace(case, layout=layout, dtype="bfloat16", kv_dtype=kv_dtype)
+    assert tpu_plan.as_stored(requested(case)[0]).layout == layout
+
+
+def test_a_tree_hides_keys_inside_of_its_square_which_may_be_nan():
+    case = Case("tree", (6, 4), (6, 9), padding_tokens=0, page_size=4, causal=False, tree_size=6)
+    request, _, static = requested(case)
+    batch = build(case)
+    batch["tree_mask"][:, :, 2] = False  # a key amid others that no query sees, only rows past a short square
+    poisoned, _ = batches.split(batches.poison(np.random.default_rng(0), batch))
+    assert poisoned["tree_mask"][1, 4:, 2].all()
+    tiling = dataclasses.replace(tpu_plan.choose_tiling(request, "v6e"), pages=1)
+    assert tiling.levels[0] > 4  # rows that no query of the second sequence fills
+    check_against_oracle(case, batch, tpu_interpreter.attend(poisoned, static, tiling=tiling))
 
 
 def test_one_buffer_instead_of_two_is_a_race_that_is_seen(monkeypatch, detectors):
@@ -295,6 +327,12 @@ def test_refusals_say_why():
 )
 def test_lowers_for_a_tpu_without_one(chip, changes):
     lower(chip, changes)
+
+
+def test_a_host_without_a_tpu_refuses_the_kernel_by_its_name():
+    arrays, static = batches.split(build(Case("no_tpu")))
+    with pytest.raises(NotImplementedError, match=r"implementation: got 'tpu'.*use_abstract_mesh"):
+        jax.jit(lambda arrays: paged_tpu.attend(*make_request(**arrays, **static)))(arrays)
 
 
 def test_lowers_where_64_bit_types_are_on():

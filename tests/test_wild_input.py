@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jattn
+from pallas_kernels import kv_write
 from tests import batches, oracle
 
 ARRAYS = ("q", "k_cache", "v_cache", "block_table", "seq_lens", "query_start_loc")
@@ -40,6 +41,17 @@ def test_wild_slots_write_nothing(slots):
     rows = np.ones((3, 2, 8), np.float32)
     k, v = jattn.write_kv(empty, empty, rows, rows, slots)
     assert not np.asarray(k).any() and not np.asarray(v).any()
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_the_write_of_a_tpu_is_that_of_a_cpu(layout):
+    rng = np.random.default_rng(2)
+    cache = jnp.asarray(rng.standard_normal((4, 4, 3, 8) if layout == "NHD" else (4, 3, 4, 8)))
+    rows = jnp.asarray(rng.standard_normal((6, 3, 8)))
+    where = kv_write.slot_index(np.array([5, -1, 16, 0, 15, -(2**31)], np.int32), 4, 4)
+    want = np.asarray(jattn.write_kv(cache, cache, rows, rows, np.array([5, -1, 16, 0, 15]), layout=layout)[0])
+    np.testing.assert_array_equal(np.asarray(kv_write.put_by_head(layout, cache, rows, *where)), want)
+    assert (want != np.asarray(cache)).any(-1).sum() == 3 * 3
 
 
 def test_narrow_slot_types_reach_large_pages():
