@@ -95,6 +95,8 @@ def configs() -> Iterator[Config]:
     yield Config("D 64, decode", head_dim=64, options=once, **decode)
     yield Config("D 256, decode", head_dim=256, options=once, **decode)
     scales = (("k_scale", 0.5), ("v_scale", 0.5))
+    by_token = (("k_scale", "token"), ("v_scale", "token"))
+    new = (("new", True),)
     yield Config("KV float8_e4m3fn", kv_dtype="float8_e4m3fn", options=scales)
     for kv_dtype in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "int8"):
         core = kv_dtype == "float8_e4m3fn"
@@ -102,6 +104,11 @@ def configs() -> Iterator[Config]:
     yield Config("float16", dtype="float16")
     yield Config("float32", dtype="float32", core=True)
     yield Config("float32, decode", dtype="float32", options=once, **decode)
+    yield Config("float32, D 256", head_dim=256, dtype="float32")
+    yield Config("float32, D 256, all", head_dim=256, dtype="float32", options=(*new, ("ranges", 2), ("tree", 16)))
+    eight = {"head_dim": 256, "kv_dtype": "float8_e4m3fn"}
+    yield Config("KV e4m3fn, D 256, new K/V", options=scales + new, **eight)
+    yield Config("KV int8, D 256, by token", options=(*by_token, *new), **(eight | {"kv_dtype": "int8"}))
     yield Config("MHA", kv_heads=32)
     yield Config("MQA 64", heads=64, kv_heads=1)
     yield Config("group 7, decode", heads=28, kv_heads=4, options=once, **decode)
@@ -129,6 +136,8 @@ def arguments(config: Config) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str
     for name, value in c.options:
         if value == "heads":
             shapes[name] = ((c.heads,), jnp.float32)
+        elif value == "token":
+            shapes[name] = ((4096, c.page_size, c.kv_heads), jnp.float32)
         elif name == "new":
             shapes |= {n: ((c.tokens, c.kv_heads, c.head_dim), jnp.dtype(c.dtype)) for n in ("new_k", "new_v")}
         elif name == "ranges":
@@ -323,7 +332,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.write and (args.configs or args.core or args.targets != ",".join(TARGETS)):
         parser.error("--write keeps the whole table: not with -t, -c or --core")
+    if unknown := set(args.targets.split(",")) - set(TARGETS):
+        parser.error(f"-t: got {', '.join(sorted(unknown))}, expected some of {', '.join(TARGETS)}")
     chosen = [c for c in configs() if not args.configs or args.configs in c.name]
+    if not chosen:
+        parser.error(f"-c: got {args.configs!r}, expected text in one of: {'; '.join(c.name for c in configs())}")
     work = [
         (target, c)
         for target, c in itertools.product(args.targets.split(","), chosen)

@@ -46,7 +46,10 @@ def attend(request: AttentionRequest, operands: AttentionOperands, implementatio
     if implementation is not None and not (isinstance(implementation, str) and implementation in IMPLEMENTATIONS):
         known = ", ".join(repr(name) for name in IMPLEMENTATIONS)
         raise ValueError(f"implementation: got {implementation!r}, expected None or one of {known}")
-    return _attend(request, implementation, operands)
+    with jax.enable_x64(
+        False
+    ):  # kernels and plans count in 32 bits, also where the caller's program has 64-bit types on
+        return _attend(request, implementation, operands)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that equal calls outside of jit compile once

@@ -38,9 +38,10 @@ Tiles = tuple[Tile | None, Tile | None]
 
 
 def why_not(request: AttentionRequest, device: str | None = None) -> tuple[str, ...]:
-    """What this kernel lacks for the request."""
-    del device  # the same on each
+    """What this kernel lacks for the request on a GPU architecture; None: on those that it is for."""
     r, reasons = request, []
+    if device is not None and device.startswith("sm") and int(device[2:]) < tuned.FIRST_SM:
+        reasons.append(f"{device}: XLA compiles Triton kernels for sm{tuned.FIRST_SM} and later alone")
     if r.head_dim > MAX_HEAD_DIM:
         reasons.append(f"head_dim={r.head_dim}: a tile of more than {MAX_HEAD_DIM} does not fit into registers")
     rows = r.num_pages * r.page_size * r.num_kv_heads
@@ -329,7 +330,11 @@ def _step(
     def weigh(p: Array) -> Array:
         if not new and r.v_scale == "token":
             scale = _load(refs["v_scale"].at[row], exists)
-            p = p * (scale if some is None else jnp.where(some, scale, 0.0))[None, :]
+            scale = scale if some is None else jnp.where(some, scale, 0.0)
+            if v.dtype == jnp.float16:  # p times a small scale would leave its range
+                top = jnp.maximum(scale.max(), jnp.finfo(jnp.float32).tiny)
+                return _dot((p * (scale / top)[None, :]).astype(v.dtype), v) * top
+            p = p * scale[None, :]
         return _dot(p.astype(v.dtype), v)
 
     return online_softmax.update(state, logits, weigh, _exp(r))
@@ -357,7 +362,9 @@ def _logits(r: AttentionRequest, refs: dict[str, Any], item: Item, x: Array, fac
 def _tanh(r: AttentionRequest, x: Array) -> Array:
     if compute_dtype(r) == jnp.float32:
         return jnp.tanh(x)
-    return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2.0 * LOG2E)))  # 1e-7 off, which 16-bit operands cannot show
+    # 1e-7 off, which 16-bit operands cannot show, but near 0, where a large cap multiplies it: there a series, 2e-6 of x.
+    near = x * (1.0 - x * x * (1.0 / 3.0 - x * x * (2.0 / 15.0)))
+    return jnp.where(jnp.abs(x) < 0.15, near, 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2.0 * LOG2E))))
 
 
 def _seen(r: AttentionRequest, refs: dict[str, Any], item: Item, k_pos: Array, begin: Array, end: Array) -> Array:

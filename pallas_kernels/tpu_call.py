@@ -29,9 +29,7 @@ from pallas_kernels.tpu_plan import TABLE_CHUNK, TILES, Items, Tiling
 def attend(r: AttentionRequest, ops: AttentionOperands, t: Tiling, interpret: Any) -> tuple[Array, Array | None]:
     """Launch the kernel for a request `as_stored`; under `vmap` once for each element, one after the other."""
     # Pallas cannot batch arrays that stay in HBM (jax 0.12.0.1: "does not have trivial BlockSpec").
-    # The kernel counts in 32 bits, also where the caller's program has 64-bit types on.
-    with jax.enable_x64(False):
-        return jax.custom_batching.sequential_vmap(lambda ops: _attend(r, ops, t, interpret))(ops)
+    return jax.custom_batching.sequential_vmap(lambda ops: _attend(r, ops, t, interpret))(ops)
 
 
 def _attend(r: AttentionRequest, ops: AttentionOperands, t: Tiling, interpret: Any) -> tuple[Array, Array | None]:

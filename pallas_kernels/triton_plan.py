@@ -100,13 +100,17 @@ def heuristic(r: AttentionRequest, arch: str | None, rows: int | None) -> Tile:
     beside the page ids that they depend on, where shared memory has room (sm86 and sm89 have 99 KiB).
     """
     width = power(max(r.head_dim, MIN_ROWS)) * compute_dtype(r).itemsize  # bytes of one row of K
+    keys = 32 if width <= 512 else 16
     if arch is not None and arch.startswith("gfx"):
-        return Tile(rows or (128 if width <= 256 else 64), 32, 4, 2 if width <= 256 else 1)
+        return Tile(rows or (128 if width <= 256 else 64), keys, 4, 2 if width <= 256 else 1)
     if compute_dtype(r).itemsize == 4:  # no matrix instruction is exact: many threads hold the accumulators
-        return Tile(rows or 64, 32, 16 if width > 256 else 8, 3 if rows and arch == "sm80" else 2)
+        if width > 512:
+            return Tile(rows or 64, keys, 16, 1)
+        return Tile(rows or 64, keys, 16 if width > 256 else 8, 3 if rows and arch == "sm80" else 2)
     old = tuned.before_hopper(arch)
     if width > 256:
-        return Tile(rows or 64, 32, 4 if rows and not old else 8, 2)
+        keys = 16 if r.quantized and _busy(r) else keys
+        return Tile(rows or 64, keys, 4 if rows and not old else 8, 2)
     if old and (r.num_ranges or r.tree_size):
         return Tile(rows or 64, 32, 8, 2)
     if old and r.quantized:  # the widening holds registers

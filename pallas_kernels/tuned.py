@@ -16,6 +16,8 @@ from pallas_kernels.request import AttentionRequest
 
 _log = logging.getLogger(__name__)
 
+FIRST_SM = 80  # XLA: "Triton support is only enabled for Ampere GPUs (compute capability 8.0) and up"
+
 # Parts of device names, first match wins; a device that is present says its architecture itself.
 _ARCH_OF_NAME = {
     "MI300": "gfx942",
@@ -85,8 +87,8 @@ def before_hopper(arch: str | None) -> bool:
 
 
 def up_to_hopper(arch: str | None) -> bool:
-    """Whether it is an NVIDIA architecture for which Triton's code can be trusted: B200 has known miscompiles."""
-    return arch is not None and arch.startswith("sm") and int(arch[2:]) <= 90
+    """Whether Triton's code can be trusted on an NVIDIA architecture: XLA takes none before, B200 has known miscompiles."""
+    return arch is not None and arch.startswith("sm") and FIRST_SM <= int(arch[2:]) <= 90
 
 
 def lookup(arch: str | None, kernel: str, work: str, request: AttentionRequest, **fixed: Any) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels import paged_tpu, tile_plan, tpu_copies, tpu_plan, tpu_steps, tuned
+from pallas_kernels import dispatch, paged_tpu, tile_plan, tpu_copies, tpu_plan, tpu_steps, tuned
 from pallas_kernels.request import AttentionRequest, make_request
 from tests import batches, oracle, tpu_interpreter
 from tests.cases import CASES, Case, build
@@ -345,7 +345,7 @@ def lower(chip, changes):
     arrays, static = batches.split(build(case))
 
     def call(arrays):
-        return paged_tpu.attend(*make_request(**arrays, **static))
+        return dispatch.attend(*make_request(**arrays, **static), "tpu")
 
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(CHIP_KINDS[chip], 1, "tpu"))):
         assert tpu_plan.present_chip() == chip

@@ -118,7 +118,7 @@ def test_one_program_for_other_lengths():
 def test_batch_invariant_rows_do_not_depend_on_their_company():
     subject = Case("subject", (6,), (900,), padding_tokens=0, page_size=16, batch_invariant=True)
     alone = build(subject)
-    company = Case("company", (1, 6, 70), (40, 900, 3), padding_tokens=2, page_size=16, batch_invariant=True)
+    company = Case("company", (1, 6, 70), (40, 900, 2000), padding_tokens=2, page_size=16, batch_invariant=True)
     batch = build(company)
     pages = -(-906 // 16)
     for name in ("k_cache", "v_cache"):
@@ -135,6 +135,47 @@ def test_every_8_bit_value_is_widened_exactly(dtype, to):
     want = stored.astype(np.float32)
     got = paged_triton._widen(jnp.asarray(stored.view(np.int8)), dtype, batches.dtype_of(to))
     np.testing.assert_array_equal(np.asarray(got).astype(np.float32), want)
+
+
+def test_groups_larger_than_a_tile():
+    batch = build(Case("group", (2, 1), (30, 9), num_heads=130, num_kv_heads=2))
+    out, lse = call(batch)
+    want, want_lse = oracle.attention(**batch)
+    assert_close(out, want, "float32")
+    assert_lse_close(lse, want_lse, "float32")
+
+
+def test_small_token_scales_keep_float16s_accuracy():
+    """Scales of about 2e-5, with which p would leave float16's range."""
+    case = Case("small", (3,), (200,), dtype="float16", kv_dtype="int8", scales=("token", "token"), head_dim=64)
+    batch = build(case)
+    batch["v_scale"] = batch["v_scale"] * np.float32(3e-3)
+    out, _ = call(batch)
+    assert_close(out, oracle.attention(**batch)[0], "float16")
+
+
+@pytest.mark.parametrize("soft_cap", [50.0, 1e5, 1e7])
+def test_large_soft_caps_change_nothing(soft_cap):
+    batch = build(Case("cap", (3,), (40,), dtype="bfloat16", soft_cap=soft_cap))
+    assert_close(call(batch)[0], oracle.attention(**batch)[0], "bfloat16")
+
+
+def test_64_bit_types_in_the_callers_program():
+    batch = build(Case("wide", (3, 1), (40, 70), new_kv=True, num_ranges=2))
+    with jax.enable_x64(True):
+        out, lse = call(batch)
+    want, want_lse = oracle.attention(**batch)
+    assert (out.dtype, lse.dtype) == (jnp.float32, jnp.float32)
+    assert_close(out, want, "float32")
+    assert_lse_close(lse, want_lse, "float32")
+
+
+def test_gpus_before_ampere_take_another():
+    request, _ = make_request(**batches.draw(np.random.default_rng(0), (1,), (30,)))
+    assert dispatch.first_without_reasons(request, "cuda", "sm80").name == "triton"
+    assert dispatch.first_without_reasons(request, "cuda", "sm75").name == "xla"
+    (reason,) = paged_triton.why_not(request, "sm75")
+    assert "sm75" in reason and "sm80" in reason
 
 
 def test_refusals_say_why():
