@@ -1,6 +1,7 @@
 """The call on a mesh of devices: heads over one axis, sequences over another, and the context of long ones over a third.
 
-Built on `jax.shard_map`; across hosts through `jax.distributed`, like any JAX program.
+Built on `jax.shard_map`; across hosts through `jax.distributed`, like any JAX program. In a `jax.shard_map` of
+your own pass `check_vma=False`: the kernels' loops do not carry the types that it checks (jax 0.12).
 """
 
 from __future__ import annotations
