@@ -118,6 +118,12 @@ def features() -> Iterator[Config]:
     yield Config("cap, window, LSE", static=(("soft_cap", 50.0), ("window", (1023, 5)), ("return_lse", True)))
     yield Config("sinks, ALiBi, kv_start, flags", options=("sinks", "alibi_slopes", "kv_start", "causal"))
     yield Config("new K/V", options=("new_k", "new_v"))
+    for page_size in (24, 48):
+        yield Config("new K/V", page_size=page_size, options=("new_k", "new_v"))
+    invariant = {"options": ("new_k", "new_v"), "static": (("batch_invariant", True),)}
+    yield Config("new K/V, batch invariant", page_size=24, **invariant)
+    for page_size, heads in ((40, 8), (104, 2)):
+        yield Config("HND", layout="HND", page_size=page_size, kv_heads=heads, kv_dtype="int8")
     yield Config("ranges, tree", options=("bidirectional_ranges", "tree_mask"))
 
 
@@ -334,8 +340,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, metavar="FILE", help="keep rows as JSON lines; take those that are there")
     parser.add_argument("--write", action="store_true", help="write the section in docs/codegen.md")
     args = parser.parse_args(argv)
+    if unknown := set(args.chips.split(",")) - set(TOPOLOGIES):
+        parser.error(f"-t: got {', '.join(sorted(unknown))}, expected some of {', '.join(TOPOLOGIES)}")
     prepare_libtpu()
     chosen = [c for c in (*grid(), *features()) if not args.configs or args.configs in c.name]
+    if not chosen:
+        parser.error(f"-c: got {args.configs!r}, expected text that is in a configuration's name, such as 'new K/V'")
     work = list(itertools.product(args.chips.split(","), chosen))
     began, rows = time.monotonic(), []
     print(f"{'chip':4} {'configuration':52} {'tile':>11} {'VMEM MB':>7} {'SMEM KB':>7} {'code KB':>8} {'s':>5}")

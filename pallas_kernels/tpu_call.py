@@ -29,7 +29,12 @@ from pallas_kernels.tpu_plan import TABLE_CHUNK, TILES, Items, Tiling
 def attend(r: AttentionRequest, ops: AttentionOperands, t: Tiling, interpret: Any) -> tuple[Array, Array | None]:
     """Launch the kernel for a request `as_stored`; under `vmap` once for each element, one after the other."""
     # Pallas cannot batch arrays that stay in HBM (jax 0.12.0.1: "does not have trivial BlockSpec").
-    return jax.custom_batching.sequential_vmap(lambda ops: _attend(r, ops, t, interpret))(ops)
+
+    def one(ops: AttentionOperands) -> tuple[Array, Array | None]:
+        with jax.enable_x64(False):  # `vmap` traces again, outside of the call's own such block
+            return _attend(r, ops, t, interpret)
+
+    return jax.custom_batching.sequential_vmap(one)(ops)
 
 
 def _attend(r: AttentionRequest, ops: AttentionOperands, t: Tiling, interpret: Any) -> tuple[Array, Array | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -118,6 +119,9 @@ def _tilings(r: AttentionRequest, tile: Tile, facts: Chip) -> Iterator[Tiling]:
     longest = INVARIANT_TOKENS if r.batch_invariant else r.max_query_len
     tokens = min(_floor_power(max(1, tile.rows // r.group_size)), _power(longest))
     pages = max(1, tile.keys // r.page_size)
+    if r.kv_dtype.itemsize == 1:
+        least = pages_of_whole_tiles(r.page_size, compute_dtype(r))
+        pages -= pages % least if pages > least else 0
     while True:
         # New keys are not in pages, but their tile fills whole registers of lanes like any other.
         new_keys = -(-min(tile.keys, pages * r.page_size) // LANES) * LANES if r.new_kv else 0
@@ -130,6 +134,12 @@ def _tilings(r: AttentionRequest, tile: Tile, facts: Chip) -> Iterator[Tiling]:
             tokens //= 2
         else:
             return
+
+
+def pages_of_whole_tiles(page_size: int, dtype: np.dtype) -> int:
+    """The fewest pages whose keys fill whole tiles of registers: a store that begins inside one is not compiled for 7x."""
+    rows = SUBLANES * 4 // dtype.itemsize
+    return rows // math.gcd(rows, page_size)
 
 
 def _levels(r: AttentionRequest, tokens: int) -> tuple[int, ...]:
@@ -199,13 +209,14 @@ def buffers(r: AttentionRequest, t: Tiling) -> dict[str, tuple[tuple[int, ...], 
         "peak": ((heads, rows, 1), f32),
         "total": ((heads, rows, 1), f32),
         "values": ((heads, rows, dim), f32),
-        "seen": ((rows, max(keys, t.new_keys)), f32),
+        "seen": ((rows, keys), f32),
     }
     if r.return_lse:
         found["lse"] = ((2, heads, 1, rows), f32)  # the head may be an index only on an axis that is not tiled
     if staged(r):
         found |= dict.fromkeys(("k_heads", "v_heads"), ((heads, keys, dim), compute))
     if r.new_kv:
+        found["seen_new"] = ((rows, t.new_keys), f32)
         found |= dict.fromkeys(("new_k", "new_v"), ((2, t.new_keys, heads, dim), r.q_dtype))
         found |= dict.fromkeys(("new_k_heads", "new_v_heads"), ((heads, t.new_keys, dim), compute))
     if r.tree_size:

@@ -28,7 +28,7 @@ from pallas_kernels.tile_plan import (
     WHOLE_END,
 )
 from pallas_kernels.tpu_copies import Kernel
-from pallas_kernels.tpu_plan import PAGE, SUBLANES, staged
+from pallas_kernels.tpu_plan import PAGE, SUBLANES, pages_of_whole_tiles, staged
 
 BLOCK_ROWS = 256  # rows of one matrix product: enough to hide the loading of its right side, few enough for short code
 PACKED_ROWS = 16  # rows of bfloat16 in a tile of registers
@@ -164,13 +164,14 @@ def _split(k: Kernel, buffer: Array, names: tuple[str, str]) -> None:
 def _widen_pages(k: Kernel, name: str, buffer: Array) -> None:
     """Widen HND pages."""
     source, target, size = k.m[name], k.m[f"{name}_heads"], k.r.page_size
-    pages = math.gcd(k.t.pages, max(1, SPLIT_KEYS // size))
+    least = pages_of_whole_tiles(size, target.dtype)
+    pages = math.gcd(k.t.pages, max(least, SPLIT_KEYS // size // least * least))
     keys = pages * size
 
     def step(i: Array, _: None) -> None:
         c, h = lax.div(i, np.int32(k.r.num_kv_heads)), lax.rem(i, np.int32(k.r.num_kv_heads))
         one = source[buffer, pl.ds(c * pages, pages), h].reshape(keys, k.r.head_dim)
-        start = pl.multiple_of(c * keys, math.gcd(keys, SPLIT_KEYS))
+        start = pl.multiple_of(c * keys, math.gcd(keys, SPLIT_KEYS)) if pages < k.t.pages else 0
         target[h, pl.ds(start, keys)] = _widen(one, target.dtype)
 
     lax.fori_loop(0, k.t.pages // pages * k.r.num_kv_heads, step, None)
@@ -224,7 +225,7 @@ def _row_tokens(k: Kernel, rows: Rows) -> Array:
 
 def _mask(k: Kernel, n: Array, tokens: int, x: Source) -> Array:
     """Write the mask rule on a tile to its buffer as 1.0 and 0.0; return the keys that some row sees [keys, 1]."""
-    seen = k.m["seen"].at[:, : x.size]
+    seen = k.m["seen_new" if x.new else "seen"]
     _by_block(k, tokens, lambda rows: _mask_rows(k, n, x, rows, rows.of(seen)))
     if not (k.r.num_ranges or k.r.tree_size):  # then every key in [least, end) is seen by some row
         column = x.first + lax.broadcasted_iota(jnp.int32, (x.size, 1), 0)
@@ -301,7 +302,7 @@ def _update(k: Kernel, n: Array, h: Array, x: Source, rows: Rows, keep: Array | 
         logits -= _by_row(k, "slopes", h, rows) * jnp.abs(distance).astype(jnp.float32)
     v = x.values(h)
     if keep is not None:
-        logits = jnp.where(rows.of(m["seen"].at[:, : x.size])[...] > 0.0, logits, -jnp.inf)
+        logits = jnp.where(rows.of(m["seen_new" if x.new else "seen"])[...] > 0.0, logits, -jnp.inf)
         v = _keep(v, keep)
 
     def weigh(p: Array) -> Array:

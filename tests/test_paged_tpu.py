@@ -16,7 +16,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels import dispatch, paged_tpu, tile_plan, tpu_copies, tpu_plan, tpu_steps, tuned
+from pallas_kernels import paged_tpu, tile_plan, tpu_copies, tpu_plan, tpu_steps, tuned
 from pallas_kernels.request import AttentionRequest, make_request
 from tests import batches, oracle, tpu_interpreter
 from tests.cases import CASES, Case, build
@@ -56,10 +56,21 @@ class TestPagedTpu(PagedAttentionTests):
             "noncausal+window_both+soft_cap+sinks+fp8_head_scales+kv_start+hnd+bfloat16",
             "causal_by_sequence+window_both+soft_cap+sinks+alibi+new_kv+ranges+tree+kv_start",
             "tree+fp8_token_scales+new_kv+hnd+batch_invariant+sinks+window_left",
-            "noncausal+fp8_scalar_scales+new_kv+float16+batch_invariant+pages_of_12",
             "heads_14_over_2",
             "fp8_fnuz",
             "all_padding",
+            "page_size_128",
+            "head_dim_80",
+            "int8_head_scales_hnd",
+            "new_kv+hnd",
+            "new_kv+pages_of_12",
+            "fp8_head_scales+new_kv",
+            "window_both+ranges",
+            "tree+kv_start",
+            "sinks+without_lse",
+            "decodes_of_odd_lengths",
+            "prefill_noncausal",
+            "decodes_among_prefills",
         }
     )
 
@@ -335,19 +346,21 @@ def test_a_host_without_a_tpu_refuses_the_kernel_by_its_name():
         jax.jit(lambda arrays: paged_tpu.attend(*make_request(**arrays, **static)))(arrays)
 
 
-def test_lowers_where_64_bit_types_are_on():
+@pytest.mark.parametrize("over", [lambda call: call, jax.vmap], ids=["plain", "vmap"])
+def test_lowers_where_64_bit_types_are_on(over):
     with jax.enable_x64(True):
-        lower("v6e", {})
+        lower("v6e", {}, over)
 
 
-def lower(chip, changes):
+def lower(chip, changes, over=lambda call: call):
     case = Case("lowered", **{"dtype": "bfloat16", "head_dim": 128} | changes)
     arrays, static = batches.split(build(case))
 
     def call(arrays):
-        return dispatch.attend(*make_request(**arrays, **static), "tpu")
+        return paged_tpu.attend(*make_request(**arrays, **static))
 
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(CHIP_KINDS[chip], 1, "tpu"))):
         assert tpu_plan.present_chip() == chip
-        text = jax.jit(call).trace(arrays).lower(lowering_platforms=("tpu",)).as_text()
+        stacked = arrays if over is not jax.vmap else {n: np.stack([x, x]) for n, x in arrays.items()}
+        text = jax.jit(over(call)).trace(stacked).lower(lowering_platforms=("tpu",)).as_text()
     assert "tpu_custom_call" in text
