@@ -57,3 +57,14 @@ def as_torch(x: Any) -> Any:
 def as_jax(x: Any) -> Any:
     """A torch tensor as a float32 JAX array."""
     return jnp.asarray(x.float().cpu().numpy())
+
+
+def paged_tensors(b: Batch) -> tuple[Any, ...]:
+    """(q, k, v, block table, lengths, query starts) of a batch for a peer in torch."""
+    return tuple(map(as_torch, (b.q, b.k_cache, b.v_cache, b.block_table, b.seq_lens, b.query_start_loc)))
+
+
+def window_sides(b: Batch) -> tuple[int, int]:
+    """(left, right) as the peers in torch count them: -1 is no limit."""
+    left, right = (-1 if side is None else side for side in b.workload.window)
+    return left, right

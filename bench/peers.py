@@ -12,7 +12,7 @@ import numpy as np
 
 import jattn
 from bench import peers_vllm
-from bench.peer import CannotRun, Peer, Prepared, as_jax, as_torch
+from bench.peer import CannotRun, Peer, Prepared, as_jax, as_torch, paged_tensors, window_sides
 from bench.timers import cupti_times, graph_times, host_times
 from bench.workloads import Batch
 
@@ -114,10 +114,9 @@ def _fa3(b: Batch) -> Prepared:
     import flash_attn_interface
 
     w = b.workload
-    q, k, v, table, lens, loc = map(as_torch, (b.q, b.k_cache, b.v_cache, b.block_table, b.seq_lens, b.query_start_loc))
+    q, k, v, table, lens, loc = paged_tensors(b)
     if k.dtype != q.dtype:
         q = q.to(k.dtype)
-    left, right = (-1 if side is None else side for side in w.window)
 
     def run() -> Any:
         return flash_attn_interface.flash_attn_with_kvcache(
@@ -130,7 +129,7 @@ def _fa3(b: Batch) -> Prepared:
             max_seqlen_q=max(w.query_lens),
             softmax_scale=w.head_dim**-0.5,
             causal=w.causal,
-            window_size=(left, right),
+            window_size=window_sides(b),
             num_splits=0,
         )
 
@@ -157,7 +156,7 @@ def _flashinfer(kind: str) -> Callable[[Batch], Prepared]:
             "sm_scale": w.head_dim**-0.5,
             "q_data_type": q.dtype,
             "kv_data_type": k.dtype,
-            "window_left": -1 if w.window[0] is None else w.window[0],
+            "window_left": window_sides(b)[0],
         }
         shape = (w.num_heads, w.num_kv_heads, w.head_dim, b.page_size)
         pages = (indptr.cuda(), ids.cuda(), last.cuda())

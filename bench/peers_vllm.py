@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from bench.peer import CannotRun, Prepared, as_jax, as_torch
+from bench.peer import CannotRun, Prepared, as_jax, as_torch, paged_tensors, window_sides
 from bench.timers import graph_times
 from bench.workloads import Batch
 
@@ -18,7 +18,7 @@ PACK = 8  # elements of 16 bits side by side in a page of `context_attention_fwd
 def _common(b: Batch) -> tuple[Any, ...]:
     if b.k_cache.dtype != b.q.dtype:
         raise CannotRun("measured on caches of q's dtype")
-    return tuple(map(as_torch, (b.q, b.k_cache, b.v_cache, b.block_table, b.seq_lens, b.query_start_loc)))
+    return paged_tensors(b)
 
 
 def unified(b: Batch) -> Prepared:
@@ -28,11 +28,11 @@ def unified(b: Batch) -> Prepared:
 
     w = b.workload
     q, k, v, table, lens, loc = _common(b)
-    longest, rows = max(w.query_lens), len(w.requests) if max(w.query_lens) == 1 else 1
+    longest = max(w.query_lens)
+    rows = len(w.requests) if longest == 1 else 1
     out = torch.empty_like(q)
     parts = torch.empty(rows, w.num_heads, SEGMENTS, w.head_dim, dtype=torch.float32, device=q.device)
     tops, sums = (torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
-    window = tuple(-1 if side is None else side for side in w.window)
 
     def run() -> Any:
         unified_attention(
@@ -46,7 +46,7 @@ def unified(b: Batch) -> Prepared:
             max_seqlen_k=max(w.seq_lens),
             softmax_scale=w.head_dim**-0.5,
             causal=w.causal,
-            window_size=window,
+            window_size=window_sides(b),
             block_table=table,
             softcap=0.0,
             q_descale=None,

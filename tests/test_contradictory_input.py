@@ -6,28 +6,21 @@ wrote is NaN in the interpreters, so a row that no tile owns would show. For the
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import numpy as np
 import pytest
 
 import jattn
-from pallas_kernels import dispatch, paged_triton
-from tests import batches, oracle, tpu_interpreter
+from tests import batches, oracle, tpu_interpreter, triton_interpreter
 from tests.paged_attention_body import assert_close, assert_lse_close
 
 I32 = np.iinfo(np.int32)
-ON_GPU = jax.default_backend() == "gpu"
 
 
 @pytest.fixture(autouse=True)
 def _interpreted_on_a_cpu(monkeypatch):
     races = tpu_interpreter.simulate(monkeypatch)
-    if not ON_GPU:
-        kernel = dispatch.IMPLEMENTATIONS["triton"]
-        kernel = kernel._replace(attend=functools.partial(paged_triton.attend, interpret=True))
-        monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", {**dispatch.IMPLEMENTATIONS, "triton": kernel})
+    triton_interpreter.simulate(monkeypatch)
     yield
     assert not any(race.races_found for race in races)
 

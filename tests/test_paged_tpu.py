@@ -56,6 +56,7 @@ class TestPagedTpu(PagedAttentionTests):
             "noncausal+window_both+soft_cap+sinks+fp8_head_scales+kv_start+hnd+bfloat16",
             "causal_by_sequence+window_both+soft_cap+sinks+alibi+new_kv+ranges+tree+kv_start",
             "tree+fp8_token_scales+new_kv+hnd+batch_invariant+sinks+window_left",
+            "noncausal+fp8_scalar_scales+new_kv+float16+batch_invariant+pages_of_12",
             "heads_14_over_2",
             "fp8_fnuz",
             "all_padding",

@@ -19,19 +19,14 @@ from bench import codegen
 from pallas_kernels import dispatch, paged_triton, triton_plan
 from pallas_kernels.request import make_request
 from pallas_kernels.work_plan import split_keys
-from tests import batches, oracle
+from tests import batches, oracle, triton_interpreter
 from tests.cases import Case, build
 from tests.paged_attention_body import PagedAttentionTests, assert_close, assert_lse_close, assert_same_bits
-
-ON_GPU = jax.default_backend() == "gpu"
 
 
 @pytest.fixture(autouse=True)
 def _interpreted_on_a_cpu(monkeypatch):
-    if not ON_GPU:
-        kernel = dispatch.IMPLEMENTATIONS["triton"]
-        kernel = kernel._replace(attend=functools.partial(paged_triton.attend, interpret=True))
-        monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", {**dispatch.IMPLEMENTATIONS, "triton": kernel})
+    triton_interpreter.simulate(monkeypatch)
 
 
 class TestPagedTriton(PagedAttentionTests):
