@@ -110,12 +110,26 @@ def sample(
 ) -> Int[Array, " R"]:
     """Draw a token from each row by the Gumbel-max trick.
 
+    Args:
+      logits: float32.
+      temperature: 0 takes the most likely token.
+      seed: the request's.
+      position: of the token that is drawn.
+    """
+    return jnp.argmax(perturb(logits, temperature, seed, position), -1).astype(jnp.int32)
+
+
+def perturb(
+    logits: Float[Array, "R V"], temperature: Float[Array, " R"], seed: Int[Array, " R"], position: Int[Array, " R"]
+) -> Float[Array, "R V"]:
+    """What a draw takes the largest of: logits over the temperature with Gumbel noise, or the logits at temperature 0.
+
     The noise is keyed by the request's seed and the position that the row predicts, nothing else: the same draw alone,
     in any batch, and when a speculative decoder verifies many rows at once.
 
     Args:
       logits: float32.
-      temperature: 0 takes the most likely token.
+      temperature: of each row.
       seed: the request's.
       position: of the token that is drawn.
     """
@@ -130,7 +144,7 @@ def sample(
         scaled = logits / jnp.where(warm, temperature[:, None], 1.0)
         return jnp.where(warm, scaled + noise, logits)
 
-    return jnp.argmax(lax.cond((temperature > 0).any(), noisy, lambda: logits), -1).astype(jnp.int32)
+    return lax.cond((temperature > 0).any(), noisy, lambda: logits)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "implementation"), donate_argnames="cache")

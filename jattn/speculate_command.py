@@ -159,6 +159,7 @@ def train(args: argparse.Namespace) -> int:
         block_size=args.block_size,
         taps=taps,
         mask_id=args.mask_id,
+        markov_rank=args.markov_rank,
         begin_with=Path(args.begin_with) if args.begin_with else None,
         sequences=args.sequences,
         length=args.length,

@@ -167,6 +167,7 @@ def test_windows_and_causality(tmp_path, changes, want):
         ({"hidden_size": None}, "no hidden_size"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"inner": {"sample_from_anchor": True}}, "sample_from_anchor"),
+        ({"markov_rank": 256}, "markov_rank"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE scaling 'yarn'"),
         ({"tensors": {"d2t": np.zeros(3, np.int64)}}, "the tensor d2t"),
         ({"tensors": {TENSORS["norm"]: None}}, "no tensor norm.weight"),

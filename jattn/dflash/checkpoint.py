@@ -28,6 +28,9 @@ TENSORS = {
     **{x: f"layers.{{}}.self_attn.{x}_proj.weight" for x in "qkvo"},
     **{f"{x}_bias": f"layers.{{}}.self_attn.{x}_proj.bias" for x in "qkvo"},
     **{x: f"layers.{{}}.mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
+    **{
+        f"markov_{x}": f"markov.{x}.weight" for x in ("before", "row", "out")
+    },  # ours; engines that lack it pass it over
 }
 SCALE = "_scale"  # beside an int8 weight: float32 [out, 1], one a row, as the compressed-tensors library names it
 _DEFAULT_BLOCK = 16
@@ -35,6 +38,7 @@ _UNKNOWN = {
     "sample_from_anchor": "rows that predict the token after their own",
     "attention_sink_bias": "attention sinks",
     "final_logit_softcapping": "a soft cap of its own",
+    "markov_rank": "a Markov head of DSpark's kind",
 }
 _MISSING: Any = object()
 
@@ -165,6 +169,7 @@ def read_config(path: Path, settings: dict[str, Any], target: DecoderConfig | No
         mask_id=number("mask_token_id"),
         num_target_layers=count,
         block_size=number("block_size", _DEFAULT_BLOCK),
+        markov_rank=number("tied_markov_rank", 0),
     )
     return dataclasses.replace(config, **_masks(settings, inner, layers))
 
@@ -197,6 +202,8 @@ def settings_of(config: DraftConfig) -> dict[str, Any]:
         inner["window_convention"] = config.convention
     if config.causal:
         inner["causal"] = True
+    if config.markov_rank:
+        inner["tied_markov_rank"] = config.markov_rank
     settings: dict[str, Any] = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 
 from jattn.attention import attend
 from jattn.cache import KVCache
+from jattn.dflash import markov
 from jattn.metadata import AttentionMetadata
 from jattn.models import decoder
 from jattn.models.decoder import DecoderConfig, Params
@@ -41,6 +42,7 @@ class DraftConfig:
     num_target_layers: int
     block_size: int = 16  # as trained
     causal: bool = False  # of layers without a window
+    markov_rank: int = 0  # of the head that makes the block's rows agree (`jattn.dflash.markov`); 0: none
     sliding: tuple[bool, ...] = ()  # of each layer; empty: none
     window: int | None = None
     convention: Convention = "causal"
@@ -53,6 +55,7 @@ class DraftConfig:
         expect(inside, "taps", self.taps, f"layers of the target in [0, {layers}); this draft is for another target")
         ok = 0 <= self.mask_id < d.vocab_size
         expect(ok, "mask_id", self.mask_id, f"an id in [0, {d.vocab_size}), a token that texts never use")
+        expect(self.markov_rank >= 0, "markov_rank", self.markov_rank, "a rank, or 0 for no Markov head")
         expect(self.block_size >= 2, "block_size", self.block_size, "at least 2: an anchor and one mask")
         expect(self.convention in CONVENTIONS, "convention", repr(self.convention), f"one of {', '.join(CONVENTIONS)}")
         if any(self.sliding):
@@ -98,11 +101,15 @@ def weight_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     e = config.decoder.hidden_size
     shapes = decoder.weight_shapes(config.decoder)
     layers = {name: shape for name, shape in shapes.items() if name.startswith("layers.")}
-    return {"fc": (e, len(config.taps) * e), "hidden_norm": (e,), "norm": (e,)} | layers
+    outer = {"fc": (e, len(config.taps) * e), "hidden_norm": (e,), "norm": (e,)}
+    return outer | markov.weight_shapes(e, config.markov_rank) | layers
 
 
 def init_params(config: DraftConfig, key: Array, dtype: Any = jnp.float32) -> Params:
-    """Random weights: norms 1, the rest of variance 1 / in, those that write to the residual stream smaller."""
+    """Random weights: norms 1, the rest of variance 1 / in, those that write to the residual stream smaller.
+
+    A Markov head changes nothing at first.
+    """
     params: Params = {"layers": {}}
     shapes = weight_shapes(config)
     for k, (name, shape) in zip(jax.random.split(key, len(shapes)), shapes.items(), strict=True):
@@ -110,7 +117,7 @@ def init_params(config: DraftConfig, key: Array, dtype: Any = jnp.float32) -> Pa
         shape = (config.decoder.num_layers, *shape) if where else shape
         scale = shape[-1] ** -0.5 * (0.5 if leaf in ("o", "down") else 1.0)
         value = jnp.ones(shape) if leaf.endswith("norm") else jax.random.normal(k, shape) * scale
-        value = jnp.zeros(shape) if leaf.endswith("_bias") else value
+        value = jnp.zeros(shape) if leaf.endswith("_bias") or leaf == "markov_out" else value
         (params["layers"] if where else params)[leaf] = value.astype(dtype)
     return params
 

@@ -10,7 +10,7 @@ _CARD = """\
 # A DFlash draft for {target}
 
 A block drafter (arXiv:2602.06036) for speculative decoding: {layers} layers, block size {block}, taps of
-the target's layers {taps}, mask id {mask}, {millions:.1f} million parameters. Embedding and head are the
+the target's layers {taps}, mask id {mask}, {millions:.1f} million parameters{markov}. Embedding and head are the
 target's. It changes no text, only how many passes of the target a text takes. Use it with
 `jattn generate --speculate FOLDER`; the format is z-lab's.
 
@@ -24,10 +24,11 @@ distribution. Held-out loss: {held:.3f} nats. Seed {seed}.
 ## Acceptance
 
 On {questions} questions of the held-out list, answers of at most {measured} tokens, through the real loop.
-Tokens a pass of the target; "causal" is the same draft with causal attention inside the block.
+Tokens a pass of the target; "causal" is the same draft with causal attention inside the block, "rows alone" the
+same without its Markov head, if it has one.
 
-| | draft | causal | ngram | repeat | different 8-grams |
-|---|---|---|---|---|---|
+| | {names} | different 8-grams |
+|---|{rules}---|
 {rows}
 
 ## Licence
@@ -46,8 +47,9 @@ def model_card(target: str, config: DraftConfig, report: dict[str, Any], paramet
       parameters: how many the draft has.
     """
     lines = []
+    names = [name for name, x in report["measured"]["greedy"].items() if isinstance(x, dict)]
     for kind, entry in report["measured"].items():
-        taus = (f"{entry[name]['tau']:.2f}" for name in ("draft", "causal", "ngram", "repeat"))
+        taus = (f"{entry[name]['tau']:.2f}" for name in names)
         lines.append(f"| {kind} | {' | '.join(taus)} | {entry['different_8_grams']:.2f} |")
     recipe = report["recipe"]
     return _CARD.format(
@@ -57,6 +59,9 @@ def model_card(target: str, config: DraftConfig, report: dict[str, Any], paramet
         taps=", ".join(map(str, config.taps)),
         mask=config.mask_id,
         millions=parameters / 1e6,
+        markov=f", a Markov head of rank {config.markov_rank}" if config.markov_rank else "",
+        names=" | ".join(names),
+        rules="---|" * len(names),
         texts=report["texts"],
         tokens=report["answer_tokens"],
         steps=report["steps"],

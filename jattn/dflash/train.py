@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from jattn.dflash import draft
+from jattn.dflash import draft, markov
 from jattn.dflash.draft import DraftConfig
 from jattn.dflash.loss import cost_and_right
 from jattn.dflash.teacher import taps_of
@@ -41,6 +41,7 @@ class Recipe:
     decay: float = 4.0  # gamma: row j counts exp(-(j - 1) / gamma); 4, 5, 7 for blocks of 8, 10, 16
     focus: float = 0.8  # share of a row's weight that it loses if the draft has a row before it wrong
     soft: float = 0.9  # share of the loss against the target's distribution, not the token that it wrote
+    alone: float = 0.25  # share of blocks without a Markov head's change, which gives the candidates; if there is one
     chunk: int = 4096  # rows of logits at once
     seed: int = 0
 
@@ -52,7 +53,7 @@ class Recipe:
         """
         for name in ("steps", "batch", "anchors", "learning_rate", "decay", "chunk"):
             expect(getattr(self, name) > 0, name, getattr(self, name), "a positive number")
-        for name in ("soft", "focus"):
+        for name in ("soft", "focus", "alone"):
             expect(0 <= getattr(self, name) <= 1, name, getattr(self, name), "a share in [0, 1]")
 
 
@@ -150,6 +151,10 @@ def loss_and_right(
     exists = jnp.cumprod(_rows(counted, inside) & (at < n), 2).astype(bool) & real[:, :, None]
     weight = exists * jnp.exp(-(row - 1) / recipe.decay)
     given = _rows(hidden, inside - 1)  # where the target predicts that position
+    if config.markov_rank:
+        change = markov.change(params, rows, decoder.embed(target, _rows(tokens, inside - 1)))
+        follows = jax.random.uniform(jax.random.fold_in(key, 1), anchors.shape) >= recipe.alone
+        rows += jnp.where(follows[:, :, None, None], change, 0)
 
     parts = [x.reshape(-1, *x.shape[2:]) for x in (rows, given, _rows(tokens, inside), weight)]
     loss, right = cost_and_right(target, *parts, recipe.soft, recipe.focus, recipe.chunk)
@@ -242,7 +247,7 @@ def evaluate(
     """
     tokens, counted = examples
     narrow = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
-    recipe = dataclasses.replace(recipe, focus=0.0)  # every row counts, whatever the draft
+    recipe = dataclasses.replace(recipe, focus=0.0, alone=0.0)  # every row counts, whatever the draft
     total, runs, exist = 0.0, np.zeros(config.block_size - 1), np.zeros(config.block_size - 1)
     starts = range(0, len(tokens), recipe.batch)
     for i in starts:

@@ -39,6 +39,7 @@ class Plan:
 
     layers: int = 2
     block_size: int = 8
+    markov_rank: int = 0  # of a head that makes the block's rows agree; 0: none
     begin_with: Path | None = None  # folder of a draft of the same shape, to train on; None: random weights
     taps: tuple[int, ...] | None = None  # None: by the rule, one more than layers
     mask_id: int | None = None  # None: a special token that the texts hardly use
@@ -61,6 +62,7 @@ class Plan:
         self.recipe.check()
         for name in ("layers", "sequences", "length", "write_batch", "save_every"):
             expect(getattr(self, name) > 0, name, getattr(self, name), "a positive number")
+        expect(self.markov_rank >= 0, "markov_rank", self.markov_rank, "a rank, or 0 for no Markov head")
         expect(self.block_size >= 2, "block_size", self.block_size, "at least 2")
         expect(self.minutes is None or self.minutes > 0, "minutes", self.minutes, "a positive number")
         known = len(prompts.HELD_OUT)
@@ -145,7 +147,7 @@ def draft_config(model: LoadedModel, plan: Plan, mask_id: int) -> DraftConfig:
         bos_id=None,
         eos_ids=(),
     )
-    return DraftConfig(stack, taps, mask_id, c.num_layers, plan.block_size)
+    return DraftConfig(stack, taps, mask_id, c.num_layers, plan.block_size, markov_rank=plan.markov_rank)
 
 
 def train_draft(model: LoadedModel, output: Path | str, plan: Plan, *, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
@@ -195,6 +197,8 @@ def _like_the_first(model: LoadedModel, plan: Plan) -> Plan:
     mask_id = first.mask_id if plan.mask_id is None else plan.mask_id
     plan = dataclasses.replace(plan, taps=plan.taps or first.taps, mask_id=mask_id)
     config = draft_config(model, plan, mask_id)
+    if not first.markov_rank:  # it gets a new head
+        first = dataclasses.replace(first, markov_rank=plan.markov_rank)
     for field in dataclasses.fields(DraftConfig):
         if field.name != "decoder":
             _expect_same(plan, field.name, getattr(first, field.name), getattr(config, field.name))
@@ -247,11 +251,10 @@ class _Training:
         self.start: float | None = None  # after the first step, which compiles
 
     def _beginning(self) -> Params:
-        folder = self.plan.begin_with
-        if folder is not None:
-            _, params = load_draft(folder, self.model.config)
-            return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
         params = draft.init_params(self.config, jax.random.key(self.plan.recipe.seed))
+        if self.plan.begin_with is not None:
+            _, first = load_draft(self.plan.begin_with, self.model.config)
+            return params | jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), first)
         # So that the target's head gives logits of spread 1 at first, whatever the size of its rows.
         rows = self.target["head" if "head" in self.target else "embed"].astype(jnp.float32)
         return params | {"norm": params["norm"] / (jnp.std(rows) * len(params["norm"]) ** 0.5)}
@@ -341,6 +344,9 @@ def measure_taus(
     proposers: dict[str, tuple[Proposer, Any]] = {
         "draft": (DFlash(config), drafting),
         "causal": (DFlash(dataclasses.replace(config, causal=True)), drafting),
+        **(
+            {"rows alone": (DFlash(dataclasses.replace(config, markov_rank=0)), drafting)} if config.markov_rank else {}
+        ),
         "ngram": (NGram(), None),
         "repeat": (Repeat(), None),
     }
