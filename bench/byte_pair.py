@@ -164,7 +164,7 @@ def train_pair_draft(
     data = (jnp.asarray(tokens), jnp.ones(tokens.shape, bool))
     for number in range(steps):
         rate = jnp.float32(train.rate_at(recipe, number / steps))
-        params, state, loss, share = step(params, state, target, *data, jnp.int32(number), rate)
+        params, state, loss, share = step(params, state, {}, target, *data, jnp.int32(number), rate)
         if number % 100 == 99:
             print(f"draft: step {number + 1}: {float(loss):.3f}, kept {1 + float(share.sum()):.2f}", flush=True)
     examples = (held, np.ones(held.shape, bool))

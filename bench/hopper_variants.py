@@ -48,6 +48,8 @@ def prepare(batch: workloads.Batch, changes: dict[str, Any]) -> Any:
         options = {"causal": w.causal, "window": w.window, "max_query_len": max(w.query_lens)}
         request, operands = make_request(*args, **options)
         tiling = dataclasses.replace(hopper_plan.choose_tiling(request), **changes)
+        if reasons := hopper_plan.misfits(request, tiling):  # it could take the device down
+            raise ValueError("; ".join(reasons))
         return paged_hopper.attend(request, operands, tiling=tiling)[0]
 
     jitted = jax.jit(call)

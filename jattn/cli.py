@@ -163,6 +163,7 @@ def _add_train(add: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="N",
         help="of a head that makes a block's rows agree (default: none)",
     )
+    p.add_argument("--only-markov", action="store_true", help="train that head alone, beside the --begin-with draft")
     p.add_argument("--int8", action="store_true", help="write int8 weights with a scale a row instead of bfloat16")
     p.add_argument("--mask-id", type=int, metavar="N", help="the mask (default: the rarest special token)")
     p.add_argument("--taps", metavar="N,N,...", help="layers to tap (default: one more than layers, evenly)")

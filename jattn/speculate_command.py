@@ -152,6 +152,7 @@ def train(args: argparse.Namespace) -> int:
         decay=args.decay,
         soft=args.soft,
         focus=args.focus,
+        only_markov=args.only_markov,
         seed=args.seed,
     )
     plan = Plan(

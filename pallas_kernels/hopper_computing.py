@@ -37,6 +37,7 @@ from pallas_kernels.hopper_pieces import (
     div,
     next_of,
     stage_of,
+    wide_of,
 )
 from pallas_kernels.masks import visible
 
@@ -44,13 +45,16 @@ from pallas_kernels.masks import visible
 def _wait_tile(k: Kernel, scratch: dict[str, Any], name: str, ring: Array) -> Array:
     """Wait for a K or V tile that the tensor cores can take; returns its stage."""
     t = k.tiling
-    stage = stage_of(ring, t)
-    if not k.request.quantized:
+    stage = _stage(k, scratch, name, ring)
+    if k.request.quantized:
+        plgpu.barrier_wait(scratch[f"{name}16_full"].at[stage])
+    else:
         k.steps.wait_full(scratch[f"{name}_full"], stage, ring >= t.stages)
-        return stage
-    stage = stage if scratch[f"{name}16"].shape[0] == t.stages else jnp.int32(0)
-    plgpu.barrier_wait(scratch[f"{name}16_full"].at[stage])
     return stage
+
+
+def _stage(k: Kernel, scratch: dict[str, Any], name: str, ring: Array) -> Array:
+    return wide_of(ring, scratch[f"{name}16"].shape[0]) if k.request.quantized else stage_of(ring, k.tiling)
 
 
 def _free_tile(k: Kernel, scratch: dict[str, Any], name: str, stage: Array | int) -> None:
@@ -140,37 +144,68 @@ def _attend_piece(
     if plain and request.k_scale != "none":
         factor = refs["scales"][fields[HEAD], 0] * factor
 
-    def step(tile: Array, carry: tuple[Array, ...], masked: bool) -> tuple[Array, ...]:
-        acc, m, den, ring = carry
+    def score(ring: Array, between: Any) -> tuple[Array, Any]:
+        """The raw scores of a KV tile, and what `between` gives, which runs meanwhile."""
         stage = _wait_tile(k, scratch, "k", ring)
-        s = k.steps.qk(queries, _buffer(k, scratch, "k"), stage, turn, k)
+        s, given = k.steps.qk(queries, _buffer(k, scratch, "k"), stage, between, k)
         _free_tile(k, scratch, "k", stage)
+        return s, given
+
+    def weigh(tile: Array, s: Array, sums: tuple[Array, ...], ring: Array, masked: bool) -> tuple[Array, ...]:
+        """Scores to probabilities: (output so far, shrunk; maximum; denominator; probabilities)."""
+        acc, m, den = sums
         s = scores(s, tile, masked, plain)
-        clean_first = masked and not request.quantized
-        if clean_first:
-            stage = _wait_tile(k, scratch, "v", ring)
-            _clean_values(k, scratch, fields, wg, tile, stage)
+        if masked and not request.quantized:
+            _clean_values(k, scratch, fields, wg, tile, _wait_tile(k, scratch, "v", ring))
         m_new = jnp.maximum(m, s.max(axis=1) * factor)
         alpha = jnp.exp2(m - m_new)
         p = jnp.exp2(s * factor - _across(m_new, shape))
         acc = acc * _across(alpha, acc.shape)
         den = den * alpha + p.sum(axis=1)
         p = p.astype(k.compute_dtype)
-        acc, den, m_new, p = lax.optimization_barrier((acc, den, m_new, p))
+        return lax.optimization_barrier((acc, m_new, den, p))
+
+    def gather(acc: Array, p: Array, ring: Array, masked: bool) -> Array:
+        """The output with a tile's values."""
         if t.wgs == 2:
             plgpu.barrier_arrive(scratch["turn"])
-        if not clean_first:
-            stage = _wait_tile(k, scratch, "v", ring)
+        waited = masked and not request.quantized  # to clean them
+        stage = _stage(k, scratch, "v", ring) if waited else _wait_tile(k, scratch, "v", ring)
         if t.wgs == 2:
             plgpu.barrier_wait(scratch["turn"])
         acc = k.steps.pv(acc, p, _buffer(k, scratch, "v"), stage, k)
         _free_tile(k, scratch, "v", stage)
-        return acc, m_new, den, next_of(ring, t)
+        return acc
+
+    def step(tile: Array, carry: tuple[Array, ...], masked: bool) -> tuple[Array, ...]:
+        *sums, ring = carry
+        s, _ = score(ring, turn)
+        acc, m, den, p = weigh(tile, s, tuple(sums), ring, masked)
+        return gather(acc, p, ring, masked), m, den, next_of(ring, t)
+
+    def step_ahead(tile: Array, carry: tuple[Array, ...], masked: bool) -> tuple[Array, ...]:
+        """The same for a tile whose scores are there; the next one's come while these are weighed."""
+        *sums, ring, s = carry
+        following = next_of(ring, t)
+        s, (acc, m, den, p) = score(following, lambda: weigh(tile, s, tuple(sums), ring, masked))
+        return gather(acc, p, ring, masked), m, den, following, s
+
+    def last_step(tile: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        *sums, ring, s = carry
+        acc, m, den, p = weigh(tile, s, tuple(sums), ring, True)
+        return gather(acc, p, ring, True), m, den, next_of(ring, t), s
 
     acc = plgpu.layout_cast(jnp.zeros((plan.ROWS, request.head_dim), jnp.float32), plgpu.Layout.WGMMA)
-    carry = (acc, _rows(k, LOW), _rows(k, 0.0), ring)
-    masked, whole = functools.partial(step, masked=True), functools.partial(step, masked=False)
+    carry: tuple[Array, ...] = (acc, _rows(k, LOW), _rows(k, 0.0), ring)
     t0, f0, f1, t1 = fields[T0], fields[F0], fields[F1], fields[T1]
+    if t.ahead:
+        last = jnp.maximum(t1 - 1, t0)  # t0 if there is no tile at all
+        empty = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+        first = lax.fori_loop(t0, jnp.minimum(t0 + 1, t1), lambda _, s: score(ring, lambda: None)[0], empty)
+        f0, f1 = jnp.minimum(f0, last), jnp.minimum(f1, last)
+        carry, step, t1 = (*carry, first), step_ahead, last
+        end = fields[T1]
+    masked, whole = functools.partial(step, masked=True), functools.partial(step, masked=False)
     if t.wgs == 2:
         # A warpgroup without tokens (decoding beside prefill) leaves the tensor cores to the other.
         idle = fields[TOKENS] <= wg * t.wg_tokens
@@ -181,7 +216,9 @@ def _attend_piece(
     if request.window[0] is not None or request.kv_start:
         carry = lax.fori_loop(t0, f0, masked, carry)
     carry = lax.fori_loop(f0, f1, whole, carry)
-    return lax.fori_loop(f1, t1, masked, carry)
+    carry = lax.fori_loop(f1, t1, masked, carry)
+    acc, m, den, ring = lax.fori_loop(t1, end, last_step, carry)[:4] if t.ahead else carry
+    return acc, m, den, ring
 
 
 def _skip_tile(

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper_pieces import CLEAN_HI, CLEAN_LO, LAST, T0, T1, Described, Kernel, next_of, stage_of
+from pallas_kernels.hopper_pieces import CLEAN_HI, CLEAN_LO, LAST, T0, T1, Described, Kernel, next_of, stage_of, wide_of
 
 ROWS = 64
 LAYOUT = plgpu.Layout.WGMMA_UPCAST_2X
@@ -40,13 +40,11 @@ def wide_scratch(k: Any) -> dict[str, Any]:
     return out
 
 
-def convert_tile(
-    k: Any, scratch: dict[str, Any], name: str, stage: Array, phase: Array, span: tuple[Array, Array]
-) -> None:
+def convert_tile(k: Any, scratch: dict[str, Any], name: str, ring: Array, span: tuple[Array, Array]) -> None:
     """Widen one tile; V rows outside `span` become zero, for 0 x NaN of a stale slot would be NaN."""
     t, request = k.tiling, k.request
-    k.steps.wait_full(scratch[f"{name}_full"], stage, phase)
-    wide = stage if wide_stages(request.head_dim)[name] == t.stages else jnp.int32(0)
+    stage, wide = stage_of(ring, t), wide_of(ring, wide_stages(request.head_dim)[name])
+    k.steps.wait_full(scratch[f"{name}_full"], stage, ring >= t.stages)
     plgpu.barrier_wait(scratch[f"{name}16_free"].at[wide])
     widen = functools.partial(_widen, k, scratch[name].at[stage], scratch[f"{name}16"].at[wide])
     if name == "k":
@@ -94,7 +92,7 @@ def convert_pieces(k: Kernel, scratch: dict[str, Any], names: tuple[str, ...]) -
         def step(tile: Array, ring: Array) -> Array:
             span = lo - tile * t.block_kv, hi - tile * t.block_kv
             for name in names:
-                convert_tile(k, scratch, name, stage_of(ring, t), ring >= t.stages, span)
+                convert_tile(k, scratch, name, ring, span)
             return next_of(ring, t)
 
         ring = lax.fori_loop(fields[T0], fields[T1], step, ring)

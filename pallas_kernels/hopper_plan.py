@@ -55,6 +55,7 @@ class Tiling:
     programs: int = NUM_PROGRAMS
     registers: tuple[int, int, int] = (232, 40, 0)  # a thread of a computing, the loading, the converting warpgroup
     q_in_registers: bool = False  # keep a piece's queries there; otherwise each matmul reads them from shared memory
+    ahead: bool = False  # score the next tile while this one's softmax runs; for one computing warpgroup
     convert: int = 0  # warpgroups that widen an 8-bit cache: one, or one for K and one for V
 
     @property
@@ -80,7 +81,7 @@ class Tiling:
 
 
 # What a tuned entry may change of the heuristic's sizes; the rest follows from the request.
-TUNABLE = ("wgs", "block_kv", "stages", "q_slots", "split", "registers", "q_in_registers", "convert")
+TUNABLE = ("wgs", "block_kv", "stages", "q_slots", "split", "registers", "q_in_registers", "convert", "ahead")
 OTHER_REGISTERS = 40  # of a computing thread, beside scores, probabilities, output and queries
 
 
@@ -180,8 +181,10 @@ def misfits(request: AttentionRequest, t: Tiling) -> tuple[str, ...]:
         reasons.append(f"block_kv={t.block_kv}: a multiple of {ROWS} up to 256, the widest matrix instruction")
     if t.q_slots not in (1, 2):  # the computing warpgroups wait for ever with more
         reasons.append(f"q_slots={t.q_slots}: one or two slots of queries")
-    if t.stages < 2 or (request.quantized and t.stages != 2):
-        reasons.append(f"stages={t.stages}: at least 2, and 2 of an 8-bit cache")
+    if t.ahead and t.wgs != 1:
+        reasons.append("ahead: two computing warpgroups take turns instead")
+    if t.stages < 2:
+        reasons.append(f"stages={t.stages}: at least 2")
     if t.convert not in ((1, 2) if request.quantized else (0,)):
         reasons.append(f"convert={t.convert}: one or two warpgroups for an 8-bit cache, none for others")
     if request.batch_invariant and t.split:
@@ -225,19 +228,18 @@ def query_bytes(group: int, wgs: int, dim: int) -> int:
     return wgs * (-(-ROWS // unit) * unit) * dim * 2
 
 
-def kv_bytes(request: AttentionRequest, block_kv: int | None = None) -> int:
-    """Shared memory of two stages of K and V; of an 8-bit cache with its wide tiles."""
+def kv_bytes(request: AttentionRequest, block_kv: int | None = None, stages: int = 2) -> int:
+    """Shared memory of K and V; of an 8-bit cache with its wide tiles."""
     tile = (block_kv or block_of(request.head_dim)) * request.head_dim
     if not request.quantized:
-        return 2 * 2 * tile * 2
-    return 2 * 2 * tile + (3 if request.head_dim <= 192 else 2) * tile * 2
+        return stages * 2 * tile * 2
+    return stages * 2 * tile + (3 if request.head_dim <= 192 else 2) * tile * 2
 
 
 def free_bytes(request: AttentionRequest, t: Tiling) -> int:
     """Shared memory that the large buffers leave, beside what small ones are promised."""
-    stages = 2 if request.quantized else t.stages
     queries = t.q_slots * query_bytes(t.group, t.wgs, request.head_dim)
-    return SMEM_BYTES - SMALL_BYTES - queries - kv_bytes(request, t.block_kv) * stages // 2
+    return SMEM_BYTES - SMALL_BYTES - queries - kv_bytes(request, t.block_kv, t.stages)
 
 
 def likely_query_len(request: AttentionRequest) -> int:

@@ -45,6 +45,11 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "kv_start_hnd": (Case("g", **BASE, kv_start=True, layout="HND", sinks="finite"), {}),
     "new_kv": (Case("h", **BASE | {"context_lens": (144, 37, 7, 0)}, new_kv=True), {}),
     "fp8": (Case("i", **DRAFT, kv_dtype="float8_e4m3fn", scales=("head", "scalar")), {}),
+    "fp8_three_stages": (Case("i", **DRAFT, kv_dtype="float8_e4m3fn", scales="head"), {"stages": 3}),
+    "ahead": (Case("l", **DRAFT, causal="each"), {"ahead": True}),
+    "ahead_window": (Case("m", **DRAFT, window=(20, 3), sinks="some"), {"ahead": True}),
+    "ahead_whole_new": (Case("n", **BASE, new_kv=True, kv_start=True, batch_invariant=True), {"wgs": 1, "ahead": True}),
+    "ahead_fp8": (Case("o", **DRAFT, kv_dtype="float8_e4m3fn", window=(90, 3)), {"ahead": True, "stages": 3}),
     "fp8_k_and_v_apart": (Case("k", **BASE, kv_dtype="float8_e5m2", window=(20, 3)), {"convert": 2}),
     "head_96_pages_24": (Case("j", **DRAFT | {"head_dim": 96}, page_size=24), {}),
     "contradictory": (Case("k", **BASE | {"query_lens": (1, 19, 9, 3)}, new_kv=True, causal="each"), {}),
@@ -86,8 +91,7 @@ class InterpreterSteps(Steps):
             right = keys[ring, :, pl.ds(c * t.col, t.col)]
             scores += jnp.dot(q[c].astype(jnp.float32), right.astype(jnp.float32).T)
         plgpu.commit_smem()  # these are ordinary loads; wgmma's are ordered with the copy engine as they are
-        between()
-        return scores
+        return scores, between()
 
     def pv(self, acc: Any, p: Any, values: Any, ring: Any, k: Any) -> Any:
         """The output so far."""

@@ -16,6 +16,7 @@ from jattn.dflash.checkpoint import load_draft, save_draft
 from jattn.dflash.proposers import DFlash
 from jattn.dflash.speculate import Speculator
 from jattn.dflash.train import Recipe
+from jattn.dflash.train_draft import Plan
 from jattn.generate import Sampling, generate
 from tests import tiny_drafts
 from tests import tiny_models as tiny
@@ -114,6 +115,23 @@ def test_the_text_is_the_plain_one():
             assert [c.tokens for c in one.run(prompts, sampling)] == [c.tokens for c in plain]
         kept.append(one.stats.accepted.tolist())
     assert kept[0] != kept[1]
+
+
+def test_the_head_alone_is_trained():
+    """The draft beside it keeps its bits, and the loss falls."""
+    target, recipe = tiny.params(TARGET), Recipe(anchors=8, batch=4, only_markov=True, soft=0.0)
+    tokens = jnp.asarray(np.random.default_rng(6).integers(2, 64, (4, 1)) * 7 ** np.arange(12) % 62 + 2, jnp.int32)
+    trained, kept = train.divide(draft.init_params(CONFIG, jax.random.key(4)), recipe)
+    assert sorted(trained) == ["markov_before", "markov_out", "markov_row"] and "fc" in kept
+    state = train.make_optimizer(recipe).init(trained)
+    step, losses = train.make_step(CONFIG, TARGET, recipe, jnp.float32), []
+    for i in range(40):
+        many = (tokens, jnp.ones_like(tokens, bool), jnp.int32(i), jnp.float32(0.02))
+        trained, state, loss, _ = step(trained, state, kept, target, *many)
+        losses.append(float(loss))
+    assert losses[-1] < 0.8 * losses[0], losses
+    with pytest.raises(ValueError, match="only_markov"):
+        Plan(recipe=recipe, markov_rank=8).check()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int8])

@@ -151,7 +151,7 @@ def test_it_learns_and_resumes(tmp_path):
     losses = []
     for i in range(120):
         rate = train.rate_at(recipe, i / 120)
-        params, state, loss, share = step(params, state, target, tokens, counted, jnp.int32(i), jnp.float32(rate))
+        params, state, loss, share = step(params, state, {}, target, tokens, counted, jnp.int32(i), jnp.float32(rate))
         losses.append(float(loss))
         if i == 59:
             train.save_progress(tmp_path / "p.npz", params, state, 60)
@@ -159,7 +159,7 @@ def test_it_learns_and_resumes(tmp_path):
     again, state, first, _ = train.load_progress(tmp_path / "p.npz", *start())
     for i in range(first, 120):
         rate = train.rate_at(recipe, i / 120)
-        again, state, *_ = step(again, state, target, tokens, counted, jnp.int32(i), jnp.float32(rate))
+        again, state, *_ = step(again, state, {}, target, tokens, counted, jnp.int32(i), jnp.float32(rate))
     chex.assert_trees_all_equal(again, params)
     lost, kept = train.evaluate(
         params, c, target, TARGET, recipe, (np.asarray(tokens[:5]), np.ones((5, LENGTH), bool)), jnp.float32
@@ -175,7 +175,7 @@ def test_training_ends_in_time_and_the_rate_with_it(tmp_path, monkeypatch):
     plan = train_draft.Plan(minutes=1.0, save_every=10**6, recipe=Recipe(steps=10**6, warmup=0.1, learning_rate=1.0))
 
     def make_step(*_):
-        def step(params, state, target, tokens, counted, number, rate):
+        def step(params, state, kept, target, tokens, counted, number, rate):
             clock[0] += 1.0
             rates.append(float(rate))
             return params, state, jnp.float32(0), None

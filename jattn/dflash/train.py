@@ -42,6 +42,7 @@ class Recipe:
     focus: float = 0.8  # share of a row's weight that it loses if the draft has a row before it wrong
     soft: float = 0.9  # share of the loss against the target's distribution, not the token that it wrote
     alone: float = 0.25  # share of blocks without a Markov head's change, which gives the candidates; if there is one
+    only_markov: bool = False  # leave all but the Markov head as it is: far less work, for one that is added later
     chunk: int = 4096  # rows of logits at once
     seed: int = 0
 
@@ -153,7 +154,9 @@ def loss_and_right(
     given = _rows(hidden, inside - 1)  # where the target predicts that position
     if config.markov_rank:
         change = markov.change(params, rows, decoder.embed(target, _rows(tokens, inside - 1)))
-        follows = jax.random.uniform(jax.random.fold_in(key, 1), anchors.shape) >= recipe.alone
+        follows = jax.random.uniform(jax.random.fold_in(key, 1), anchors.shape) >= (
+            0 if recipe.only_markov else recipe.alone
+        )
         rows += jnp.where(follows[:, :, None, None], change, 0)
 
     parts = [x.reshape(-1, *x.shape[2:]) for x in (rows, given, _rows(tokens, inside), weight)]
@@ -202,23 +205,41 @@ def _matrices(params: Params) -> Any:
     return jax.tree_util.tree_map_with_path(axes, params)
 
 
+def divide(params: Params, recipe: Recipe) -> tuple[Params, Params]:
+    """The weights that a recipe trains, and those that it leaves as they are."""
+    if not recipe.only_markov:
+        return params, {}
+    kept = {name: x for name, x in params.items() if not name.startswith("markov")}
+    return {name: x for name, x in params.items() if name not in kept}, kept
+
+
 def make_step(
     config: DraftConfig, target_config: DecoderConfig, recipe: Recipe, dtype: Any
 ) -> Callable[..., tuple[Params, Any, Array, Array]]:
-    """A jitted step: (params, state, target, tokens, counted, step, rate) to (params, state, loss, run shares)."""
+    """A jitted step: (params, state, kept, target, tokens, counted, step, rate) to (params, state, loss, run shares).
+
+    `params` and `kept` are the two parts of `divide`.
+    """
     import optax
 
     optimizer = make_optimizer(recipe)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(
-        params: Params, state: Any, target: Params, tokens: Array, counted: Array, number: Array, rate: Array
+        params: Params,
+        state: Any,
+        kept: Params,
+        target: Params,
+        tokens: Array,
+        counted: Array,
+        number: Array,
+        rate: Array,
     ) -> tuple[Params, Any, Array, Array]:
         pick, anchor = jax.random.split(jax.random.fold_in(jax.random.key(recipe.seed), number))
         which = jax.random.randint(pick, (recipe.batch,), 0, tokens.shape[0])
 
         def loss(params: Params) -> Any:
-            narrow = jax.tree.map(lambda x: x.astype(dtype), params)
+            narrow = jax.tree.map(lambda x: x.astype(dtype), kept | params)
             example = (tokens[which], counted[which])
             return loss_and_right(narrow, config, target, target_config, recipe, example, anchor)
 

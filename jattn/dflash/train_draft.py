@@ -64,6 +64,10 @@ class Plan:
             expect(getattr(self, name) > 0, name, getattr(self, name), "a positive number")
         expect(self.markov_rank >= 0, "markov_rank", self.markov_rank, "a rank, or 0 for no Markov head")
         expect(self.block_size >= 2, "block_size", self.block_size, "at least 2")
+        some = not self.recipe.only_markov or (self.markov_rank > 0 and self.begin_with is not None)
+        expect(
+            some, "only_markov", True, "it with markov_rank and begin_with: a head to train, on a draft that is there"
+        )
         expect(self.minutes is None or self.minutes > 0, "minutes", self.minutes, "a positive number")
         known = len(prompts.HELD_OUT)
         for name in ("held_out", "measured"):
@@ -241,7 +245,7 @@ class _Training:
     def __post_init__(self) -> None:
         """Start, or go on."""
         recipe, self.file = self.plan.recipe, self.output / "progress.npz"
-        params = self._beginning()
+        params, self.kept = train.divide(self._beginning(), recipe)
         state = train.make_optimizer(recipe).init(params)
         self.params, self.state, self.steps, self.before = params, state, 0, 0.0
         if self.file.exists():
@@ -311,7 +315,7 @@ class _Training:
             rate = jnp.float32(train.rate_at(recipe, self.done))
             # In one statement: nothing may come between what the step donates and what it returns.
             self.params, self.state, loss, _ = step(
-                self.params, self.state, self.target, *data, jnp.int32(self.steps), rate
+                self.params, self.state, self.kept, self.target, *data, jnp.int32(self.steps), rate
             )
             self.steps += 1
             if self.start is None:
@@ -323,11 +327,11 @@ class _Training:
         """Write what resuming needs, and the draft as it is."""
         train.save_progress(self.file, self.params, self.state, self.steps, self.seconds)
         self.saved = self.steps
-        save_draft(self.output, self.config, self.params, np.int8 if self.plan.int8 else ml_dtypes.bfloat16)
+        save_draft(self.output, self.config, self.kept | self.params, np.int8 if self.plan.int8 else ml_dtypes.bfloat16)
 
     def _measure(self) -> tuple[float, np.ndarray]:
         c, recipe = self.model.config, self.plan.recipe
-        return train.evaluate(self.params, self.config, self.target, c, recipe, self.held, self.dtype)
+        return train.evaluate(self.kept | self.params, self.config, self.target, c, recipe, self.held, self.dtype)
 
 
 def measure_taus(
