@@ -149,13 +149,13 @@ def train_target(tokens: np.ndarray, held: np.ndarray, steps: int) -> tuple[Para
 
 
 def train_pair_draft(
-    target: Params, tokens: np.ndarray, held: np.ndarray, steps: int
+    target: Params, tokens: np.ndarray, held: np.ndarray, steps: int, markov_rank: int = 0
 ) -> tuple[DraftConfig, Params, float]:
     """A draft of one layer, whose heads are not the target's; and its held-out loss."""
     stack = decoder.DecoderConfig(
         CONFIG.vocab_size, 96, 256, 1, 4, 1, 24, rms_norm_eps=1e-6, qk_norm=True, max_position_embeddings=512
     )
-    config = DraftConfig(stack, (0, 1, 2), 1, CONFIG.num_layers, BLOCK)
+    config = DraftConfig(stack, (0, 1, 2), 1, CONFIG.num_layers, BLOCK, markov_rank=markov_rank)
     recipe = Recipe(steps=steps, learning_rate=2e-2, batch=8, anchors=24, chunk=1024)
     params = draft.init_params(config, jax.random.key(1))
     params["norm"] /= jnp.std(target["embed"]) * CONFIG.hidden_size**0.5
@@ -209,11 +209,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--steps", type=int, default=300, help="of the model; its draft gets the same")
+    parser.add_argument(
+        "--markov-rank", type=int, default=0, help="of the draft's Markov head; the tests' draft has none"
+    )
     args = parser.parse_args()
     tokens, held = encoded(corpus(1, 4000)), encoded(corpus(2, 64))
     target, nats_target = train_target(tokens, held, args.steps)
     write_target(args.write / "target", target)
-    config, params, nats_draft = train_pair_draft(target, tokens, held, args.steps)
+    config, params, nats_draft = train_pair_draft(target, tokens, held, args.steps, args.markov_rank)
     save_draft(args.write / "draft", config, params)
     write_card(args.write, args.steps, nats_target, nats_draft)
 

@@ -54,7 +54,8 @@ def _wait_tile(k: Kernel, scratch: dict[str, Any], name: str, ring: Array) -> Ar
 
 
 def _stage(k: Kernel, scratch: dict[str, Any], name: str, ring: Array) -> Array:
-    return wide_of(ring, scratch[f"{name}16"].shape[0]) if k.request.quantized else stage_of(ring, k.tiling)
+    t = k.tiling
+    return wide_of(ring, t, scratch[f"{name}16"].shape[0]) if k.request.quantized else stage_of(ring, t)
 
 
 def _free_tile(k: Kernel, scratch: dict[str, Any], name: str, stage: Array | int) -> None:

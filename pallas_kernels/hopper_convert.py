@@ -43,7 +43,7 @@ def wide_scratch(k: Any) -> dict[str, Any]:
 def convert_tile(k: Any, scratch: dict[str, Any], name: str, ring: Array, span: tuple[Array, Array]) -> None:
     """Widen one tile; V rows outside `span` become zero, for 0 x NaN of a stale slot would be NaN."""
     t, request = k.tiling, k.request
-    stage, wide = stage_of(ring, t), wide_of(ring, wide_stages(request.head_dim)[name])
+    stage, wide = stage_of(ring, t), wide_of(ring, t, wide_stages(request.head_dim)[name])
     k.steps.wait_full(scratch[f"{name}_full"], stage, ring >= t.stages)
     plgpu.barrier_wait(scratch[f"{name}16_free"].at[wide])
     widen = functools.partial(_widen, k, scratch[name].at[stage], scratch[f"{name}16"].at[wide])

@@ -124,9 +124,11 @@ def next_of(ring: Array, t: plan.Tiling) -> Array:
     return jnp.where(ring + 1 == 2 * t.stages, 0, ring + 1)
 
 
-def wide_of(ring: Array, stages: int) -> Array:
-    """The stage of a widened tile, one of one or two: rounds are even, so its turns go on from one to the next."""
-    return lax.bitwise_and(ring, jnp.int32(stages - 1))
+def wide_of(ring: Array, t: plan.Tiling, stages: int) -> Array:
+    """The stage of a widened tile, of `stages`, one or two: two rounds are even, so its turns go on from end to start."""
+    if stages == t.stages:
+        return stage_of(ring, t)
+    return jnp.int32(0) if stages == 1 else lax.bitwise_and(ring, jnp.int32(1))
 
 
 def div(a: Array, b: int) -> Array:
