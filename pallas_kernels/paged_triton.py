@@ -332,8 +332,9 @@ def _step(
             scale = _load(refs["v_scale"].at[row], exists)
             scale = scale if some is None else jnp.where(some, scale, 0.0)
             if v.dtype == jnp.float16:  # p times a small scale would leave its range
-                top = jnp.maximum(scale.max(), jnp.finfo(jnp.float32).tiny)
-                return _dot((p * (scale / top)[None, :]).astype(v.dtype), v) * top
+                p = p * scale[None, :]  # a row's range is that of the keys that it sees itself
+                top = jnp.maximum(jnp.abs(p).max(1), jnp.finfo(jnp.float32).tiny)[:, None]
+                return _dot((p / top).astype(v.dtype), v) * top
             p = p * scale[None, :]
         return _dot(p.astype(v.dtype), v)
 

@@ -230,7 +230,7 @@ def make_request(
         scale=_static_float("scale", scale, head_dim**-0.5),
         causal=causal_flag,
         window=_window(window),
-        soft_cap=None if soft_cap is None else _static_float("soft_cap", soft_cap, 0.0, positive=True),
+        soft_cap=_soft_cap(soft_cap),
         sinks=sinks is not None,
         alibi=alibi_slopes is not None,
         k_scale=kinds[0],
@@ -317,6 +317,12 @@ def _window(window: Any) -> tuple[int | None, int | None]:
     # A side that reaches past every position is unlimited; as a number it would overflow int32 sums.
     left, right = (None if side is None or side >= FAR else int(side) for side in window)
     return left, right
+
+
+def _soft_cap(given: Any) -> float | None:
+    """The cap; None for one that caps nothing, whose reciprocal float32 may not hold either."""
+    cap = None if given is None else _static_float("soft_cap", given, 0.0, positive=True)
+    return None if cap is None or cap >= 1e30 else cap
 
 
 def _static_float(name: str, value: Any, default: float, positive: bool = False) -> float:

@@ -119,10 +119,13 @@ def _tilings(r: AttentionRequest, tile: Tile, facts: Chip) -> Iterator[Tiling]:
     longest = INVARIANT_TOKENS if r.batch_invariant else r.max_query_len
     tokens = min(_floor_power(max(1, tile.rows // r.group_size)), _power(longest))
     pages = max(1, tile.keys // r.page_size)
+    least = pages_of_whole_tiles(r.page_size, compute_dtype(r))
     if r.kv_dtype.itemsize == 1:
-        least = pages_of_whole_tiles(r.page_size, compute_dtype(r))
-        pages -= pages % least if pages > least else 0
+        pages = _whole(pages, least)
+    # A widened page of no whole tiles begins inside one, wherever the tile of keys does.
+    always = r.kv_dtype != compute_dtype(r) and r.page_size % SUBLANES != 0
     while True:
+        pages = _whole(pages, least) if always else pages
         # New keys are not in pages, but their tile fills whole registers of lanes like any other.
         new_keys = -(-min(tile.keys, pages * r.page_size) // LANES) * LANES if r.new_kv else 0
         if not r.batch_invariant:
@@ -134,6 +137,10 @@ def _tilings(r: AttentionRequest, tile: Tile, facts: Chip) -> Iterator[Tiling]:
             tokens //= 2
         else:
             return
+
+
+def _whole(pages: int, least: int) -> int:
+    return pages - pages % least if pages > least else pages
 
 
 def pages_of_whole_tiles(page_size: int, dtype: np.dtype) -> int:

@@ -231,6 +231,29 @@ def test_each_visible_page_is_copied_once_a_query_tile(name, monkeypatch):
 # ---------------------------------------------------------------------------------------------- plan, reasons, lowering
 
 
+@pytest.mark.parametrize(
+    ("page_size", "heads", "dim", "dtypes"),
+    [(36, 10, 512, ("bfloat16", "int8")), (12, 5, 256, ("float32", "bfloat16"))],
+)
+def test_widened_keys_begin_at_whole_tiles_however_small_the_tile_of_keys(page_size, heads, dim, dtypes):
+    """A store that begins inside a tile of registers is not compiled for 7x."""
+    q_dtype, kv_dtype = (np.dtype(name) for name in dtypes)
+    pool = jax.ShapeDtypeStruct((64, heads, page_size, dim), kv_dtype)
+    small = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 64), (8,), (9,))]
+
+    def tiling(q, k, v, table, lens, starts, new):
+        request, _ = make_request(q, k, v, table, lens, starts, layout="HND", new_k=new, new_v=new)
+        found.append(tpu_plan.choose_tiling(request, "7x"))
+        return q
+
+    found: list[tpu_plan.Tiling] = []
+    q, new = (jax.ShapeDtypeStruct((64, n, dim), q_dtype) for n in (4 * heads, heads))
+    jax.eval_shape(tiling, q, pool, pool, *small, new)
+    rows = 32 // q_dtype.itemsize
+    least = tpu_plan.pages_of_whole_tiles(page_size, q_dtype)
+    assert found[0].pages <= least or found[0].pages * page_size % rows == 0
+
+
 def test_the_list_of_items_covers_every_row_once_and_every_visible_key():
     case = dataclasses.replace(LEVELS, query_lens=(1, 3, 0, 40), padding_tokens=7, new_kv=True)
     request, arrays, static = requested(case)

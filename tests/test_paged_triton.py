@@ -149,7 +149,26 @@ def test_small_token_scales_keep_float16s_accuracy():
     assert_close(out, oracle.attention(**batch)[0], "float16")
 
 
-@pytest.mark.parametrize("soft_cap", [50.0, 1e5, 1e7])
+@pytest.mark.parametrize("factor", [1e5, 1e9, -1e5])
+def test_a_later_tokens_scale_changes_no_earlier_row(factor):
+    """float16's products with token scales have a range of their own in each row."""
+    case = Case("later", (3,), (20,), dtype="float16", kv_dtype="int8", scales=("token", "token"), head_dim=64)
+    batch = build(case)
+    before = np.asarray(call(batch)[0])
+    page, slot = batch["block_table"][0, 1], 22 % 16  # of the last key, which only the last row sees
+    batch["v_scale"][page, slot] *= factor
+    batch["v_cache"][page, slot] = 0
+    out = np.asarray(call(batch)[0])
+    np.testing.assert_array_equal(out[:2], before[:2])
+
+
+def test_negative_token_scales_in_float16():
+    batch = build(Case("minus", (3,), (20,), dtype="float16", kv_dtype="int8", scales=("token", "token"), head_dim=64))
+    batch["v_scale"] = -batch["v_scale"]
+    assert_close(call(batch)[0], oracle.attention(**batch)[0], "float16")
+
+
+@pytest.mark.parametrize("soft_cap", [50.0, 1e5, 1e7, 1e29, 3e38])
 def test_large_soft_caps_change_nothing(soft_cap):
     batch = build(Case("cap", (3,), (40,), dtype="bfloat16", soft_cap=soft_cap))
     assert_close(call(batch)[0], oracle.attention(**batch)[0], "bfloat16")
