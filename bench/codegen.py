@@ -109,6 +109,7 @@ def configs() -> Iterator[Config]:
     eight = {"head_dim": 256, "kv_dtype": "float8_e4m3fn"}
     yield Config("KV e4m3fn, D 256, new K/V", options=scales + new, **eight)
     yield Config("KV int8, D 256, by token", options=(*by_token, *new), **(eight | {"kv_dtype": "int8"}))
+    yield Config("KV int8, f16, by token", dtype="float16", kv_dtype="int8", options=by_token)
     yield Config("MHA", kv_heads=32)
     yield Config("MQA 64", heads=64, kv_heads=1)
     yield Config("group 7, decode", heads=28, kv_heads=4, options=once, **decode)

@@ -102,7 +102,8 @@ def heuristic(r: AttentionRequest, arch: str | None, rows: int | None) -> Tile:
     width = power(max(r.head_dim, MIN_ROWS)) * compute_dtype(r).itemsize  # bytes of one row of K
     keys = 32 if width <= 512 else 16
     if arch is not None and arch.startswith("gfx"):
-        return Tile(rows or (128 if width <= 256 else 64), keys, 4, 2 if width <= 256 else 1)
+        many = width <= 256 and not (r.v_scale == "token" and compute_dtype(r) == np.float16)  # each row has its range
+        return Tile(rows or (128 if many else 64), keys, 4, 2 if width <= 256 else 1)
     if compute_dtype(r).itemsize == 4:  # no matrix instruction is exact: many threads hold the accumulators
         if width > 512:
             return Tile(rows or 64, keys, 16, 1)
