@@ -129,9 +129,7 @@ def hopper_candidates(r: AttentionRequest, arch: str) -> dict[str, dict[str, Any
     if t.wgs == 1 and t.convert:
         tried += [{"convert": 2, "registers": (216, 40, 128)}]
         if r.head_dim <= 128:
-            tried += [{"stages": 3, "q_slots": 1}, {"stages": 3, "q_slots": 1, "ahead": True}]
-    if t.wgs == 1:
-        tried += [{"ahead": True}]
+            tried += [{"stages": 3, "q_slots": 1}]
     if t.block_kv > 64 and not t.convert:
         tried += [{"block_kv": 64, "stages": most_stages(r, t, 64)}]
     tried += [{"q_slots": 3 - t.q_slots}]  # one or two

@@ -62,7 +62,7 @@ def attend(
         inputs["sinks"] = _by_row(operands.sinks, request) * LOG2E
     if request.alibi:
         inputs["slopes"] = _by_row(operands.alibi_slopes, request)
-    if not tiling.split:
+    if plan.queued(request, tiling):
         inputs["counter"] = jax.new_ref(jnp.zeros((1,), jnp.int32))  # the queue's next place
     if (request.k_scale, request.v_scale) != ("none", "none"):
         ones = jnp.ones((request.num_kv_heads,), jnp.float32)

@@ -145,12 +145,12 @@ def _attend_piece(
     if plain and request.k_scale != "none":
         factor = refs["scales"][fields[HEAD], 0] * factor
 
-    def score(ring: Array, between: Any) -> tuple[Array, Any]:
-        """The raw scores of a KV tile, and what `between` gives, which runs meanwhile."""
+    def score(ring: Array) -> Array:
+        """The raw scores of a KV tile."""
         stage = _wait_tile(k, scratch, "k", ring)
-        s, given = k.steps.qk(queries, _buffer(k, scratch, "k"), stage, between, k)
+        s = k.steps.qk(queries, _buffer(k, scratch, "k"), stage, turn, k)
         _free_tile(k, scratch, "k", stage)
-        return s, given
+        return s
 
     def weigh(tile: Array, s: Array, sums: tuple[Array, ...], ring: Array, masked: bool) -> tuple[Array, ...]:
         """Scores to probabilities: (output so far, shrunk; maximum; denominator; probabilities)."""
@@ -180,32 +180,12 @@ def _attend_piece(
 
     def step(tile: Array, carry: tuple[Array, ...], masked: bool) -> tuple[Array, ...]:
         *sums, ring = carry
-        s, _ = score(ring, turn)
-        acc, m, den, p = weigh(tile, s, tuple(sums), ring, masked)
+        acc, m, den, p = weigh(tile, score(ring), tuple(sums), ring, masked)
         return gather(acc, p, ring, masked), m, den, next_of(ring, t)
-
-    def step_ahead(tile: Array, carry: tuple[Array, ...], masked: bool) -> tuple[Array, ...]:
-        """The same for a tile whose scores are there; the next one's come while these are weighed."""
-        *sums, ring, s = carry
-        following = next_of(ring, t)
-        s, (acc, m, den, p) = score(following, lambda: weigh(tile, s, tuple(sums), ring, masked))
-        return gather(acc, p, ring, masked), m, den, following, s
-
-    def last_step(tile: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        *sums, ring, s = carry
-        acc, m, den, p = weigh(tile, s, tuple(sums), ring, True)
-        return gather(acc, p, ring, True), m, den, next_of(ring, t), s
 
     acc = plgpu.layout_cast(jnp.zeros((plan.ROWS, request.head_dim), jnp.float32), plgpu.Layout.WGMMA)
     carry: tuple[Array, ...] = (acc, _rows(k, LOW), _rows(k, 0.0), ring)
     t0, f0, f1, t1 = fields[T0], fields[F0], fields[F1], fields[T1]
-    if t.ahead:
-        last = jnp.maximum(t1 - 1, t0)  # t0 if there is no tile at all
-        empty = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-        first = lax.fori_loop(t0, jnp.minimum(t0 + 1, t1), lambda _, s: score(ring, lambda: None)[0], empty)
-        f0, f1 = jnp.minimum(f0, last), jnp.minimum(f1, last)
-        carry, step, t1 = (*carry, first), step_ahead, last
-        end = fields[T1]
     masked, whole = functools.partial(step, masked=True), functools.partial(step, masked=False)
     if t.wgs == 2:
         # A warpgroup without tokens (decoding beside prefill) leaves the tensor cores to the other.
@@ -217,9 +197,7 @@ def _attend_piece(
     if request.window[0] is not None or request.kv_start:
         carry = lax.fori_loop(t0, f0, masked, carry)
     carry = lax.fori_loop(f0, f1, whole, carry)
-    carry = lax.fori_loop(f1, t1, masked, carry)
-    acc, m, den, ring = lax.fori_loop(t1, end, last_step, carry)[:4] if t.ahead else carry
-    return acc, m, den, ring
+    return lax.fori_loop(f1, t1, masked, carry)
 
 
 def _skip_tile(

@@ -41,7 +41,9 @@ class FewArrivals(Steps):
     """See the module."""
 
     def take_ticket(self, refs: Any, scratch: Any, count: Array, t: Any) -> Array:
-        """The next place that no program has taken: one atomic addition a tile."""
+        """The next place that no program has taken: one atomic addition a tile, if there are more tiles than programs."""
+        if "counter" not in refs:
+            return super().take_ticket(refs, scratch, count, t)
 
         @plgpu.inline_mgpu(
             arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, SCALAR)

@@ -55,7 +55,6 @@ class Tiling:
     programs: int = NUM_PROGRAMS
     registers: tuple[int, int, int] = (232, 40, 0)  # a thread of a computing, the loading, the converting warpgroup
     q_in_registers: bool = False  # keep a piece's queries there; otherwise each matmul reads them from shared memory
-    ahead: bool = False  # score the next tile while this one's softmax runs; for one computing warpgroup
     convert: int = 0  # warpgroups that widen an 8-bit cache: one, or one for K and one for V
 
     @property
@@ -81,7 +80,7 @@ class Tiling:
 
 
 # What a tuned entry may change of the heuristic's sizes; the rest follows from the request.
-TUNABLE = ("wgs", "block_kv", "stages", "q_slots", "split", "registers", "q_in_registers", "convert", "ahead")
+TUNABLE = ("wgs", "block_kv", "stages", "q_slots", "split", "registers", "q_in_registers", "convert")
 OTHER_REGISTERS = 40  # of a computing thread, beside scores, probabilities, output and queries
 
 
@@ -119,7 +118,7 @@ def heuristic(request: AttentionRequest) -> Tiling:
         q_slots=q_slots,
         chunk=math.gcd(request.page_size, block_kv),
         col=col,
-        split=not (request.batch_invariant or _even(request, wgs)),
+        split=not (request.batch_invariant or _even(request, wgs) or _short(request, block_kv)),
         registers=registers,
         convert=int(request.quantized),
     )
@@ -140,6 +139,11 @@ def _even(request: AttentionRequest, wgs: int) -> bool:
     if likely_query_len(request) <= tokens:  # one tile a sequence
         return fills_rounds(request.num_seqs * request.num_kv_heads)
     return max(request.num_tokens // tokens, 1) * request.num_kv_heads > 4 * NUM_PROGRAMS
+
+
+def _short(request: AttentionRequest, block_kv: int) -> bool:
+    """Whether no sequence is so long that cutting it saves what merging takes."""
+    return request.max_pages * request.page_size <= 4 * block_kv
 
 
 def work_of(request: AttentionRequest) -> str:
@@ -181,8 +185,6 @@ def misfits(request: AttentionRequest, t: Tiling) -> tuple[str, ...]:
         reasons.append(f"block_kv={t.block_kv}: a multiple of {ROWS} up to 256, the widest matrix instruction")
     if t.q_slots not in (1, 2):  # the computing warpgroups wait for ever with more
         reasons.append(f"q_slots={t.q_slots}: one or two slots of queries")
-    if t.ahead and t.wgs != 1:
-        reasons.append("ahead: two computing warpgroups take turns instead")
     if t.stages < 2:
         reasons.append(f"stages={t.stages}: at least 2")
     if t.convert not in ((1, 2) if request.quantized else (0,)):
@@ -260,6 +262,11 @@ def max_tiles(request: AttentionRequest, tiling: Tiling) -> int:
     return -(-request.num_tokens // tiling.q_tile) + request.num_seqs + 1
 
 
+def queued(request: AttentionRequest, tiling: Tiling) -> bool:
+    """Whether programs take tiles from a queue: few have a program each, and the queue's counter costs a copy."""
+    return not tiling.split and max_tiles(request, tiling) * request.num_kv_heads > tiling.programs
+
+
 def sequence_span(row: dict[int, Array], tiling: Tiling, window: tuple[int | None, int | None]) -> tuple[Array, Array]:
     """The [first, end) KV tiles that any query of a sequence may need; never empty in cost, maybe in keys."""
     first, end = key_span(
@@ -276,7 +283,7 @@ def sequence_span(row: dict[int, Array], tiling: Tiling, window: tuple[int | Non
 
 
 def table(request: AttentionRequest, operands: AttentionOperands, tiling: Tiling) -> Array:
-    """int32[8 * columns / 256, 256]: what the kernels need of each sequence, written by two small XLA kernels.
+    """int32[8 * columns / 256, 256]: what the kernels need of each sequence, written by one or two small XLA kernels.
 
     All of it is elementwise in the column (with gathers) but for the sums, so that XLA makes no more kernels of it.
     """
@@ -317,10 +324,30 @@ def table(request: AttentionRequest, operands: AttentionOperands, tiling: Tiling
     if request.new_kv:
         sums.append(fresh_counts(row[SEQ_LEN], q_len, request.page_size))
         names.append(FRESH_BEFORE)
-    before = lax.optimization_barrier([_sum_before(x) for x in sums])
-    row |= dict(zip(names, before, strict=True))
-    zero = jnp.zeros_like(start)
-    return jnp.stack([row.get(i, zero) for i in range(table_rows(request))]).reshape(-1, FOLD)
+    return _laid_out(row, dict(zip(names, sums, strict=True)), table_rows(request)).reshape(-1, FOLD)
+
+
+ONE_KERNEL = 96  # columns up to which a table by one reduction over all pairs takes XLA fewer and no longer kernels
+
+
+def _laid_out(plain: dict[int, Array], summed: dict[int, Array], height: int) -> Array:
+    """int32[height, columns]: rows as they are, and rows of which each column has the sum over the columns before it.
+
+    For few columns all of it is one masked reduction, of which XLA makes one kernel.
+    """
+    n = plain[Q_START].shape[0]
+    if n > ONE_KERNEL:
+        before = lax.optimization_barrier([_sum_before(x) for x in summed.values()])
+        rows = plain | dict(zip(summed, before, strict=True))
+        zero = jnp.zeros_like(plain[Q_START])
+        return jnp.stack([rows.get(i, zero) for i in range(height)])
+    shape = (height, n, n)
+    name, to, of = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(3))
+    picked = jnp.zeros(shape, jnp.int32)
+    for i, x in (plain | summed).items():
+        counts = of < to if i in summed else of == to
+        picked = jnp.where((name == i) & counts, x[None, None, :], picked)
+    return picked.sum(2, dtype=jnp.int32)
 
 
 def table_rows(request: AttentionRequest) -> int:

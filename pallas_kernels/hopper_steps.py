@@ -56,16 +56,16 @@ class Steps:
             return [plgpu.load(block, layout=plgpu.Layout.WGMMA) for block in blocks]
         return blocks
 
-    def qk(self, q: Any, keys: Any, ring: Array, between: Any, k: Any) -> tuple[Array, Any]:
-        """Scores [64, block_kv], and the result of `between`, which runs beside the tensor cores."""
+    def qk(self, q: Any, keys: Any, ring: Array, between: Any, k: Any) -> Array:
+        """Scores [64, block_kv]; `between` runs beside the tensor cores."""
         t = k.tiling
 
-        def run(acc: Any) -> tuple[Array, Any]:
+        def run(acc: Any) -> Array:
             for c in range(k.cols):
                 right = keys.at[ring, :, pl.ds(c * t.col, t.col)].transpose((1, 0))
                 plgpu.wgmma(acc, q[c], right)
-            given = between()
-            return acc[...], given
+            between()
+            return acc[...]
 
         return pl.run_scoped(run, plgpu.ACC((ROWS, t.block_kv), jnp.float32))
 

@@ -74,6 +74,23 @@ def test_the_chain_follows_its_own_choices(monkeypatch, count):
     assert other > 4  # the head matters here
 
 
+@pytest.mark.parametrize("size", [9, 64, 1023, 1025, 5000])
+def test_candidates_are_the_best_tokens(size):
+    """Wherever they lie: side by side, in the last tokens of a vocabulary that spans do not divide, below zero."""
+    rng = np.random.default_rng(size)
+    scores = rng.normal(size=(6, size)).astype(np.float32)
+    scores[1, -9:] += 50
+    scores[2] -= 1000
+    scores[3, : size // 2] = -np.inf
+    scores[4] = np.arange(size)
+    value, token = (np.asarray(x) for x in jax.jit(markov.top)(scores))
+    want = np.sort(scores, 1)[:, ::-1][:, : min(16, size)]
+    np.testing.assert_array_equal(value, want)
+    np.testing.assert_array_equal(np.take_along_axis(scores, token, 1), want)
+    alive = np.isfinite(want)
+    assert all(len(set(t[a])) == a.sum() for t, a in zip(token, alive, strict=True))
+
+
 def test_training_sees_the_change_that_the_loop_makes():
     rng, w, target = np.random.default_rng(1), weights(), tiny.params(TARGET)
     rows, before = rng.normal(size=(7, TARGET.hidden_size)), rng.integers(0, 64, 7)

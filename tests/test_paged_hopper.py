@@ -112,6 +112,30 @@ PLAN_CASES = [
 PLAN_CASES = [dataclasses.replace(case, dtype="bfloat16", head_dim=64) for case in PLAN_CASES]
 
 
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("new_kv", [True, False])
+@pytest.mark.parametrize("case", PLAN_CASES, ids=lambda case: case.name)
+def test_the_table_is_the_same_in_one_kernel_and_in_two(case, new_kv, split, monkeypatch):
+    case = dataclasses.replace(case, new_kv=new_kv, query_lens=case.query_lens * 9, context_lens=case.context_lens * 9)
+    tables = []
+    for columns in (0, 1 << 20):
+        monkeypatch.setattr(hopper_plan, "ONE_KERNEL", columns)
+        k, arrays, table = plan_of(case, split)
+        tables.append(np.asarray(table.ref).reshape(-1, table.columns))
+    np.testing.assert_array_equal(*tables)
+    starts = arrays["query_start_loc"]
+    np.testing.assert_array_equal(tables[1][hopper_plan.Q_START, : len(starts)], starts)
+    tiles = -(-np.diff(starts) // k.tiling.q_tile)
+    np.testing.assert_array_equal(tables[1][hopper_plan.TILES_BEFORE, : len(starts)], np.cumsum([0, *tiles]))
+
+
+def test_few_whole_tiles_need_no_queue():
+    case = Case("few", query_lens=(1,) * 5, context_lens=(90,) * 5, dtype="bfloat16", head_dim=64)
+    for programs, needed in ((132, False), (12, True)):
+        k, _, _ = plan_of(dataclasses.replace(case, max_query_len=1), split=False, programs=programs)
+        assert hopper_plan.queued(k.request, k.tiling) is needed
+
+
 def seen_by_pieces(k: Kernel, pieces: list[dict[int, int]]) -> np.ndarray:
     """How often each (row, KV head, KV tile) is attended to."""
     tiles = -(-k.request.max_pages * k.request.page_size // k.tiling.block_kv) + 1

@@ -92,7 +92,6 @@ def test_no_entry_near_means_the_heuristic_and_one_message(table, change, caplog
         ({"block_kv": 192, "stages": 2, "q_slots": 1}, "to hold"),
         ({"q_slots": 4, "block_kv": 64}, "q_slots=4"),
         ({"wgs": 3}, "wgs=3"),
-        ({"wgs": 2, "block_kv": 64, "ahead": True}, "take turns"),
         ({"block_kv": 96}, "block_kv=96"),
     ],
     ids=lambda x: x if isinstance(x, str) else None,

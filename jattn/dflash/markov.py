@@ -25,6 +25,7 @@ from jattn.models import decoder
 from jattn.models.decoder import Params
 
 CANDIDATES = 16  # of each row; XLA's top-k has a kernel of its own up to 16
+_SPAN = 64  # tokens of which `top` compares the best first
 _EPS = 1e-6
 
 
@@ -94,6 +95,19 @@ def choose(
 
 
 def top(scores: Float[Array, "T V"]) -> tuple[Float[Array, "T C"], Int[Array, "T C"]]:
-    """The candidates of each row and their scores."""
-    value, token = lax.top_k(scores, min(CANDIDATES, scores.shape[1]))
+    """The candidates of each row and their scores.
+
+    The best C tokens lie in the C spans with the best tokens. Two short rankings take an H200 a small part of the 170 us
+    that XLA's top-k takes over a vocabulary of 49152 for 64 rows.
+    """
+    rows, size = scores.shape
+    count = min(CANDIDATES, size)
+    spans = jnp.pad(scores, ((0, 0), (0, -size % _SPAN)), constant_values=-jnp.inf).reshape(rows, -1, _SPAN)
+    if spans.shape[1] <= count:
+        value, token = lax.top_k(scores, count)
+        return value, token.astype(jnp.int32)
+    chosen = lax.top_k(spans.max(-1), count)[1]  # [T, C]
+    inside = jnp.take_along_axis(spans, chosen[:, :, None], 1).reshape(rows, -1)
+    value, at = lax.top_k(inside, count)
+    token = jnp.take_along_axis(chosen, at // _SPAN, 1) * _SPAN + at % _SPAN
     return value, token.astype(jnp.int32)
