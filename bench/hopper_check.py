@@ -55,6 +55,9 @@ def cases() -> Iterator[Case]:
     for kv_dtype in (None, "float8_e4m3fn", "float8_e5m2"):
         yield dataclasses.replace(BASE, name=f"decode {kv_dtype}", kv_dtype=kv_dtype, **decode)
         yield dataclasses.replace(BASE, name=f"whole {kv_dtype}", kv_dtype=kv_dtype, batch_invariant=True)
+    idle = {"query_lens": (1, 1), "context_lens": (60, 0), "padding_tokens": 0}
+    yield dataclasses.replace(BASE, name="idle programs, split", **idle)
+    yield dataclasses.replace(BASE, name="idle programs, whole", batch_invariant=True, **idle)
     small = {"query_lens": (1, 21), "context_lens": (150, 30)}
     yield dataclasses.replace(BASE, name="sanitizer split", **small)
     yield dataclasses.replace(BASE, name="sanitizer whole", batch_invariant=True, **small)

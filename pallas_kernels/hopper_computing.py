@@ -307,8 +307,11 @@ def _finish(
         plgpu.commit_smem()
         _store_rows(k, refs, scratch, fields, wg, slot)
         if request.return_lse:
-            lse = jnp.where(some, (top + jnp.log2(jnp.where(some, total, 1.0))) * LN2, -jnp.inf)
-            refs["lse"][fields[TILE], fields[HEAD], rows] = lse
+
+            @pl.when(fields[TOKENS] > 0)  # an idle program's piece stands for somebody else's tile
+            def _lse() -> None:
+                lse = jnp.where(some, (top + jnp.log2(jnp.where(some, total, 1.0))) * LN2, -jnp.inf)
+                refs["lse"][fields[TILE], fields[HEAD], rows] = lse
 
     if t.split:
 

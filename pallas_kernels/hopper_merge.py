@@ -16,8 +16,11 @@ from pallas_kernels import hopper_plan as plan
 LN2 = 0.6931471805599453
 LOW = -1e30
 AHEAD = 8  # parts whose loads are in flight together
-LANES = 16  # merging programs a boundary; each one launched costs all of them time, also where nothing was cut
-HELD = 32  # registers of a thread for rows in flight; as many again for what weighs them
+LANES = 16  # merging programs a boundary, for rows of one tile
+EACH = (
+    4  # boundaries a merging program: most have cut nothing, and each program that is launched costs all of them time
+)
+HELD = 16  # registers of a thread for rows in flight; as many again for what weighs them
 
 
 def merge(
@@ -37,8 +40,8 @@ def merge(
     plgpu.kernel(
         paged_attention_merge,
         out_type=(),
-        grid=(t.programs, lanes),
-        grid_names=("program", "lane"),
+        grid=(t.programs // _each(t), lanes),
+        grid_names=("first", "lane"),
         num_threads=1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
@@ -67,11 +70,29 @@ def _layout(dim: int) -> Any:
     return plgpu.Layout.WGMMA.reduce(0)  # fewer elements than threads, or an odd number each: every warp holds a copy
 
 
+def _each(t: plan.Tiling) -> int:
+    return EACH if t.programs % EACH == 0 else 1
+
+
 def _merge_rows(kernel: Any, refs: dict[str, Any], lanes: int) -> None:
-    """Every `lanes`-th row of the tile that begins in this program and ends in program `last`, if there is one."""
-    t = kernel.tiling
-    c, lane = lax.axis_index("program"), lax.axis_index("lane")
-    last, first_row, tokens, head, tile = (refs["cut"][c, i] for i in range(5))
+    """Every `lanes`-th row of the tiles that begin in some programs and end in other ones, if there are such."""
+    each = _each(kernel.tiling)
+    step, first = kernel.tiling.programs // each, lax.axis_index("first")
+    cuts = [[refs["cut"][first + n * step, i] for i in range(5)] for n in range(each)]  # loaded together
+
+    def one(n: Array, _: None) -> None:
+        cut = [
+            functools.reduce(lambda x, m: jnp.where(n == m, cuts[m][i], x), range(each), cuts[0][i]) for i in range(5)
+        ]
+        _merge_tile(kernel, refs, lanes, first + n * step, cut)
+
+    lax.fori_loop(0, each, one, None)
+
+
+def _merge_tile(kernel: Any, refs: dict[str, Any], lanes: int, c: Array, cut: list[Array]) -> None:
+    """Every `lanes`-th row of the tile that begins in program `c` and ends in program `last`, or nothing."""
+    t, lane = kernel.tiling, lax.axis_index("lane")
+    last, first_row, tokens, head, tile = cut
     rows, at_once = jnp.where(last < 0, 0, tokens * t.group), rows_at_once(kernel, lanes)
 
     def some(i: Array, _: None) -> None:

@@ -34,11 +34,14 @@ from tests.cases import Case, build
 RAGGED: dict[str, Any] = {"query_lens": (1, 19, 0, 3), "context_lens": (140, 37, 7, 0), "head_dim": 64}
 BASE: dict[str, Any] = {"dtype": "bfloat16", "padding_tokens": 3} | RAGGED
 DRAFT: dict[str, Any] = BASE | {"query_lens": (5, 2), "context_lens": (300, 60), "max_query_len": 5}
+IDLE: dict[str, Any] = DRAFT | {"context_lens": (60, 0), "padding_tokens": 0}
 
 CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "split_two_warpgroups": (Case("a", **BASE, num_heads=8), {"wgs": 2}),
     "split_one_warpgroup": (Case("b", **DRAFT, causal=False), {}),
-    "split_many_rows": (Case("l", **DRAFT | {"head_dim": 128}, num_heads=16, sinks="some"), {}),
+    "split_many_rows": (Case("l", **DRAFT | {"head_dim": 128}, num_heads=16, sinks="some"), {"programs": 8}),
+    "idle_programs": (Case("m", **IDLE, causal=False), {"programs": 8}),
+    "idle_programs_whole": (Case("n", **IDLE, batch_invariant=True), {"programs": 8}),
     "whole_two_warpgroups": (Case("c", **BASE, num_heads=8, batch_invariant=True), {"wgs": 2}),
     "three_heads_a_group": (Case("d", **DRAFT, num_heads=6), {}),
     "window_and_flags": (Case("e", **BASE, causal="each", window=(20, 3)), {}),
