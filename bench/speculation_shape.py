@@ -147,7 +147,7 @@ def cycle_seconds(
 
     def call() -> Array:
         again = dataclasses.replace(held[0], context=jnp.full(batch, shape.context, jnp.int32))
-        held[0] = loop.decode(params, drafting, setting, requests, again, jnp.int32(shape.cycles))
+        held[0] = loop.decode(params, drafting, setting, requests, again, jnp.int32(shape.cycles), jnp.int32(batch))
         return held[0].passes
 
     seconds = median_seconds(call, shape.repeats) / shape.cycles

@@ -153,7 +153,7 @@ def play(speculator, requests, state, between=lambda state: state):
     while not bool(state.done.all()):
         live = ~np.asarray(state.done)
         counts = np.clip(np.asarray(requests.total) - 1 - np.asarray(state.context), 0, 8)
-        state = loop.decode(*call, state, jnp.int32(1))
+        state = loop.decode(*call, state, jnp.int32(1), jnp.int32(6))
         real = live[:, None] & (np.arange(1, 8) < counts[:, None])
         drafts.append(np.where(real, np.asarray(state.drafter[1]), -1))
         state = between(state)
@@ -322,7 +322,7 @@ def test_a_finished_request_idles_without_writes():
     assert state.done.tolist() == [True] + [False] * 5
     before, context = np.asarray(state.cache.k), int(state.context[0])
     mine = np.add.outer(np.arange(2) * speculator.num_pages, np.arange(each)).reshape(-1)
-    state = loop.decode(*call, state, jnp.int32(ALL))
+    state = loop.decode(*call, state, jnp.int32(ALL), jnp.int32(6))
     after = np.asarray(state.cache.k)
     np.testing.assert_array_equal(after[mine], before[mine])
     assert (np.delete(after, mine, 0) != np.delete(before, mine, 0)).any()
@@ -332,12 +332,13 @@ def test_a_finished_request_idles_without_writes():
 def test_one_program_whatever_the_lengths():
     whole = plain(GREEDY)
     make(drafting=answers(whole)).run(prompts(), GREEDY)
-    before = loop.prefill._cache_size(), loop.decode._cache_size()
+    programs = (loop.admit, loop.prefill, loop.decode)
+    before = [program._cache_size() for program in programs]
     speculator = make(drafting=answers(whole, 0.5))
     speculator.run([p[: 1 + len(p) // 2] for p in prompts()][:4], [Sampling(n, n / 10, n) for n in (3, 9, 20, 30)])
-    speculator.run(prompts() + prompts(), GREEDY)  # two batches
-    assert (loop.prefill._cache_size(), loop.decode._cache_size()) == before
-    assert speculator.stats.calls == 2 + 3 * 2  # each batch: one call of each, no host between
+    assert speculator.stats.calls == 2 + 2  # to compile; one of each, no host between
+    speculator.run(prompts() + prompts(), GREEDY)  # twice as many as there are slots
+    assert [program._cache_size() for program in programs] == before
 
 
 def test_requests_wait_for_slots_and_pages():

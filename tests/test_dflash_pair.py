@@ -133,6 +133,6 @@ def test_the_first_block_is_as_good_as_later_ones():
     requests, state = speculator.batch(prompts(), [Sampling(NEW)] * 6, pages)
     call = (speculator.params, speculator.drafting, speculator.setting, requests)
     state = loop.prefill(*call, state)
-    state = loop.decode(*call, state, jnp.int32(1))
+    state = loop.decode(*call, state, jnp.int32(1), jnp.int32(6))
     first = np.asarray(state.context) - [len(p) for p in prompts()]
     assert first.mean() > 2, first

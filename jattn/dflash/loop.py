@@ -199,9 +199,29 @@ def accept(
     return jnp.where(stopped, inside.argmax(1) + 1, kept).astype(jnp.int32), stopped
 
 
+@functools.partial(jax.jit, donate_argnames=("tokens", "context", "done"))
+def admit(
+    tokens: Int[Array, "S max_len"],
+    context: Int[Array, " S"],
+    done: Bool[Array, " S"],
+    fresh: Bool[Array, " S"],
+    prompts: Int[Array, "S max_len"],
+) -> tuple[Int[Array, "S max_len"], Int[Array, " S"], Bool[Array, " S"]]:
+    """Put requests before their first step into slots; what of `State` changes by it, so that no cache passes through.
+
+    Args:
+      tokens: of the state; donated.
+      context: of the state; donated.
+      done: of the state; donated.
+      fresh: the slots.
+      prompts: for them; the rows of other slots hold anything.
+    """
+    return jnp.where(fresh[:, None], prompts, tokens), jnp.where(fresh, 0, context), done & ~fresh
+
+
 @functools.partial(jax.jit, static_argnames="setting", donate_argnames="state")
 def prefill(params: Params, drafting: Any, setting: Setting, requests: Requests, state: State) -> State:
-    """Work through all prompts.
+    """Work through all prompts; requests that are past theirs stay as they are.
 
     Args:
       params: the target's weights.
@@ -220,9 +240,15 @@ def prefill(params: Params, drafting: Any, setting: Setting, requests: Requests,
 
 @functools.partial(jax.jit, static_argnames="setting", donate_argnames="state")
 def decode(
-    params: Params, drafting: Any, setting: Setting, requests: Requests, state: State, cycles: Int[Array, ""]
+    params: Params,
+    drafting: Any,
+    setting: Setting,
+    requests: Requests,
+    state: State,
+    cycles: Int[Array, ""],
+    enough: Int[Array, ""],
 ) -> State:
-    """Draft and verify until every request is done.
+    """Draft and verify until enough requests are done.
 
     Args:
       params: the target's weights.
@@ -231,11 +257,13 @@ def decode(
       requests: of the batch.
       state: donated; after `prefill`.
       cycles: at most so many, for callers that want to show text in between.
+      enough: done slots to stop at, those that are done already included, for callers with others to put there; S, or
+        more, waits for all.
     """
     ready = setting.proposer.prepare(drafting)
-    end = state.passes + cycles
+    end, enough = state.passes + cycles, jnp.minimum(enough, len(state.done))
 
     def running(state: State) -> Array:
-        return (~state.done).any() & (state.passes < end)
+        return (state.done.sum() < enough) & (state.passes < end)
 
     return lax.while_loop(running, functools.partial(cycle, params, ready, setting, requests), state)

@@ -184,7 +184,7 @@ class NGram(_Stateless):
 
 @dataclasses.dataclass(frozen=True)
 class Oracle(_Stateless):
-    """Knows the answer: parameters are int32 [S, max_len], prompt and text of each request."""
+    """Knows the answer: parameters are int32 [S, max_len], prompt and text of the request in each slot."""
 
     def propose(self, params: Any, state: State, view: View, block_size: int) -> tuple[Array, State]:
         """What will come."""

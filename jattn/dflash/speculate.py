@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.dflash import loop
+from jattn.dflash.admission import Request, Slots
 from jattn.dflash.draft import check_fits
 from jattn.dflash.loop import Requests, Setting, State
 from jattn.dflash.proposers import DFlash, Proposer, Repeat
 from jattn.generate import Completion, Sampling, room
 from jattn.models.decoder import DecoderConfig, Params
-from jattn.page_allocator import OutOfPages, PageAllocator
+from jattn.page_allocator import PageAllocator
 from pallas_kernels.request import expect
 
 ALL = 2**30  # cycles
@@ -39,6 +40,17 @@ class SpeculationStats:
     prefill_seconds: float = 0.0
     compile_seconds: float = 0.0  # in neither
     calls: int = 0  # of compiled programs
+
+    def add_blocks(
+        self, passes: int, cycles: int, offered: np.ndarray, accepted: np.ndarray, *, tokens: int, seconds: float
+    ) -> None:
+        """Count a call that worked on blocks."""
+        self.passes += passes
+        self.cycles += cycles
+        self.offered = offered + (self.offered if len(self.offered) else 0)
+        self.accepted = accepted + (self.accepted if len(self.accepted) else 0)
+        self.tokens += tokens
+        self.seconds += seconds
 
     @property
     def tau(self) -> float:
@@ -61,8 +73,17 @@ class SpeculationStats:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
+def _counts(state: State) -> tuple[Any, ...]:
+    """Of a state: passes, blocks, drafts by position that were there, and that were kept."""
+    offered, accepted = (np.asarray(x).sum(0, dtype=np.int64) for x in (state.offered, state.accepted))
+    return int(state.passes), int(np.asarray(state.cycles).sum()), offered, accepted
+
+
 class Speculator:
-    """A model, a proposer and a pool; runs batches of requests of one shape, so that two programs serve all."""
+    """A model, a proposer and a pool; slots have one shape, so that the same programs serve all requests.
+
+    A request that is done makes room at once: its slot and its pages go to the next one, while its neighbours go on.
+    """
 
     def __init__(
         self,
@@ -143,7 +164,7 @@ class Speculator:
             f"at most {self.max_len - 1} tokens, so that one more fits {self.max_len}; shorten it or raise max_len"
         )
         expect(len(prompt) < self.max_len, "prompt", f"{len(prompt)} tokens", longest)
-        need = -(-room(len(prompt), sampling, self.max_len) // self.page_size)
+        need = -(-self._room(prompt, sampling) // self.page_size)
         came = f"{len(prompt)} tokens and up to {sampling.max_tokens} more with their blocks, which take {need} pages"
         fits = f"at most the pool's {self.num_pages}; shorten it, lower max_tokens or give more pages"
         expect(need <= self.num_pages, "prompt", came, fits)
@@ -159,28 +180,54 @@ class Speculator:
           samplings: one for each.
           pages: page ids for each, that nobody else owns.
         """
-        size, count = self.num_slots, len(prompts)
-        tokens, table = np.zeros((size, self.max_len), np.int32), np.full((size, self.max_pages), -1, np.int32)
-        stops = [self._stop(s) for s in samplings]
-        stop = np.full((size, max([4, *map(len, stops)])), -1, np.int32)
-        lens, total, seed = np.zeros((3, size), np.int32)
-        temperature = np.zeros(size, np.float32)
-        for i, (prompt, s) in enumerate(zip(prompts, samplings, strict=True)):
-            tokens[i, : len(prompt)], table[i, : len(pages[i])], stop[i, : len(stops[i])] = prompt, pages[i], stops[i]
-            lens[i], total[i] = len(prompt), room(len(prompt), s, self.max_len) + 1
-            temperature[i], seed[i] = s.temperature, s.seed
-        arrays = [jnp.asarray(x) for x in (lens, total, table, temperature, seed, stop)]
-        done = jnp.arange(size) >= count
-        state = loop.new_state(self.setting, jnp.asarray(tokens), done, self.num_pages, self.page_size, self.dtype)
-        return Requests(*arrays), state
+        running: list[Request | None] = [None] * self.num_slots
+        for i, (prompt, s, own) in enumerate(zip(prompts, samplings, pages, strict=True)):
+            running[i] = Request(i, Completion(list(prompt)), s, self._room(prompt, s), tuple(own))
+        size = self.num_slots
+        tokens, done = jnp.zeros((size, self.max_len), jnp.int32), jnp.ones(size, bool)
+        state = loop.new_state(self.setting, tokens, done, self.num_pages, self.page_size, self.dtype)
+        return self._asked(running, self._stops(samplings)), self._admit(running, range(len(prompts)), state)
+
+    def _room(self, prompt: Sequence[int], sampling: Sampling) -> int:
+        return room(len(prompt), sampling, self.max_len)
 
     def _stop(self, sampling: Sampling) -> tuple[int, ...]:
         return self.setting.config.eos_ids if sampling.stop is None else sampling.stop
 
+    def _stops(self, samplings: Iterable[Sampling]) -> int:
+        """Columns for the stop tokens; at least some, so that nearly everybody has the same program."""
+        return max([4, *(len(self._stop(s)) for s in samplings)])
+
+    def _asked(self, running: Sequence[Request | None], stops: int) -> Requests:
+        """What the requests in the slots ask for; a free slot asks for nothing and owns no page."""
+        size = self.num_slots
+        table, stop = np.full((size, self.max_pages), -1, np.int32), np.full((size, stops), -1, np.int32)
+        lens, total, seed = np.zeros((3, size), np.int32)
+        temperature = np.zeros(size, np.float32)
+        for i, request in enumerate(running):
+            if request is None:
+                continue
+            own, s = self._stop(request.sampling), request.sampling
+            table[i, : len(request.pages)], stop[i, : len(own)] = request.pages, own
+            lens[i], total[i] = len(request.completion.prompt), request.room + 1
+            temperature[i], seed[i] = s.temperature, s.seed
+        return Requests(*(jnp.asarray(x) for x in (lens, total, table, temperature, seed, stop)))
+
+    def _admit(self, running: Sequence[Request | None], slots: Iterable[int], state: State) -> State:
+        """Put the requests in some slots into the state."""
+        fresh, prompts = np.zeros(self.num_slots, bool), np.zeros((self.num_slots, self.max_len), np.int32)
+        for slot in slots:
+            request = running[slot]
+            assert request is not None
+            fresh[slot], prompts[slot, : len(request.completion.prompt)] = True, request.completion.prompt
+        now = (state.tokens, state.context, state.done)
+        tokens, context, done = loop.admit(*now, jnp.asarray(fresh), jnp.asarray(prompts))
+        return dataclasses.replace(state, tokens=tokens, context=context, done=done)
+
     def run(
         self, prompts: Iterable[Sequence[int]], sampling: Sampling | Sequence[Sampling] | None = None
     ) -> list[Completion]:
-        """Complete prompts: one call of each program for as many as slots and pages hold."""
+        """Complete prompts: one call of each program for as many as slots and pages hold, and when others enter."""
         done = {n: completion for n, completion, _ in self._events(prompts, sampling, ALL)}
         return [done[n] for n in sorted(done)]
 
@@ -196,78 +243,76 @@ class Speculator:
         Args:
           prompts: token ids.
           sampling: of all of them, or one for each.
-          cycles: between two looks; each is a round trip to the host.
+          cycles: between two looks at most; each is a round trip to the host.
         """
         return self._events(prompts, sampling, cycles)
 
     def _events(self, prompts: Any, sampling: Any, cycles: int) -> Iterator[tuple[int, Completion, list[int]]]:
+        expect(cycles > 0, "cycles", cycles, "a positive number of blocks between two looks")
         prompts = [[int(t) for t in prompt] for prompt in prompts]
         samplings = list(sampling) if isinstance(sampling, Sequence) else [sampling or Sampling()] * len(prompts)
         expect(len(samplings) == len(prompts), "sampling", f"{len(samplings)} of them", f"{len(prompts)}, one a prompt")
-        needs = [self.check(prompt, s) for prompt, s in zip(prompts, samplings, strict=True)]
-        at = 0
-        while at < len(prompts):
-            allocator = PageAllocator(self.num_pages, self.page_size)
-            pages: list[tuple[int, ...]] = []
-            while at + len(pages) < len(prompts) and len(pages) < self.num_slots:
-                try:
-                    tokens = needs[at + len(pages)] * self.page_size
-                    pages.append(allocator.allocate(len(pages), tokens))
-                except OutOfPages:  # it waits for the next batch
-                    break
-            end = at + len(pages)
-            for i, completion, new in self._batch(prompts[at:end], samplings[at:end], pages, cycles):
-                yield at + i, completion, new
-            at = end
+        requests = []
+        for number, (prompt, s) in enumerate(zip(prompts, samplings, strict=True)):
+            self.check(prompt, s)
+            requests.append(Request(number, Completion(prompt), s, self._room(prompt, s)))
+        if requests:
+            self.compile()
+            slots = Slots(requests, self.num_slots, PageAllocator(self.num_pages, self.page_size))
+            yield from self._serve(slots, self._stops(samplings), cycles)
 
-    def _batch(
-        self, prompts: list[list[int]], samplings: list[Sampling], pages: Any, cycles: int
-    ) -> Iterator[tuple[int, Completion, list[int]]]:
-        self.compile()
-        requests, state = self.batch(prompts, samplings, pages)
-        done = [Completion(prompt, reason="running") for prompt in prompts]
-        state, seconds = self._call(loop.prefill, requests, state)
-        stats = self.stats
-        stats.prefill_seconds += seconds
-        prefill_passes = int(state.passes)
-        stats.prefill_passes += prefill_passes
-        while True:
-            ended, context, tokens = (np.asarray(x) for x in (state.done, state.context, state.tokens))
-            for i, completion in enumerate(done):
-                if completion.finished:
-                    continue
-                new = tokens[i, len(completion.prompt) + len(completion.tokens) : context[i] + 1].tolist()
-                completion.tokens.extend(new)
-                if ended[i]:
-                    stopped = completion.tokens[-1] in self._stop(samplings[i])
-                    completion.reason = "stop" if stopped else "length"
-                yield i, completion, new
-            if ended.all():
-                break
-            state, seconds = self._call(loop.decode, requests, state, cycles)
-            stats.seconds += seconds
-        stats.passes += int(state.passes) - prefill_passes
-        stats.cycles += int(state.cycles.sum())
-        stats.tokens += sum(len(c.tokens) - 1 for c in done)
-        width = self.setting.block_size - 1
-        for name in ("offered", "accepted"):
-            before = getattr(stats, name)
-            total = np.asarray(getattr(state, name)).sum(0, dtype=np.int64)
-            setattr(stats, name, total + (before if len(before) == width else 0))
+    def _serve(self, slots: Slots, stops: int, cycles: int) -> Iterator[tuple[int, Completion, list[int]]]:
+        """Work through prompts whenever somebody has entered, else through blocks, until the next may be able to."""
+        asked, state = self.batch([], [], [])
+        while slots.busy:
+            filled, before = slots.fill(), _counts(state)
+            if filled:
+                asked = self._asked(slots.running, stops)
+                state, seconds = self._call(loop.prefill, asked, self._admit(slots.running, filled, state))
+            else:
+                enough = slots.free + 1 if slots.waiting else self.num_slots
+                state, seconds = self._call(loop.decode, asked, state, cycles, enough)
+            events = self._look(slots, state)
+            added = [now - then for now, then in zip(_counts(state), before, strict=True)]
+            if filled:
+                self.stats.prefill_passes += added[0]
+                self.stats.prefill_seconds += seconds
+            else:
+                self.stats.add_blocks(*added, tokens=sum(len(new) for _, _, new in events), seconds=seconds)
+            yield from events
+
+    def _look(self, slots: Slots, state: State) -> list[tuple[int, Completion, list[int]]]:
+        """Take the new tokens of those who have some; who is done leaves."""
+        done, context, tokens = jax.device_get((state.done, state.context, state.tokens))
+        events = []
+        for slot, request in enumerate(slots.running):
+            if request is None:
+                continue
+            completion = request.completion
+            new = tokens[slot, len(completion.prompt) + len(completion.tokens) : context[slot] + 1].tolist()
+            completion.tokens.extend(new)
+            completion.reason = "running"
+            if done[slot]:
+                stopped = completion.tokens[-1] in self._stop(request.sampling)
+                completion.reason = "stop" if stopped else "length"
+                slots.leave(slot)
+            if new:
+                events.append((request.number, completion, new))
+        return events
 
     def compile(self) -> None:
-        """Compile both programs, by a batch of no requests; the first `run` does so otherwise."""
+        """Compile all programs, by a batch of no requests; the first `run` does so otherwise."""
         if self.stats.calls:
             return
         start = time.perf_counter()
         requests, state = self.batch([], [], [])  # nothing to do: the loops end at once
         state, _ = self._call(loop.prefill, requests, state)
-        self._call(loop.decode, requests, state, ALL)
+        self._call(loop.decode, requests, state, ALL, self.num_slots)
         self.stats.compile_seconds += time.perf_counter() - start
 
-    def _call(self, program: Any, requests: Requests, state: State, cycles: int | None = None) -> tuple[State, float]:
+    def _call(self, program: Any, requests: Requests, state: State, *limits: int) -> tuple[State, float]:
         start = time.perf_counter()
-        extra = () if cycles is None else (jnp.int32(cycles),)
+        extra = map(jnp.int32, limits)
         state = jax.block_until_ready(program(self.params, self.drafting, self.setting, requests, state, *extra))
         self.stats.calls += 1
         return state, time.perf_counter() - start
