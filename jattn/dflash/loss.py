@@ -86,7 +86,7 @@ def _chunk(target: Params, soft: float, focus: float, slope: bool, part: tuple[A
     cost, total = (cost * weight).sum(), weight.sum()
     if not slope:
         return cost, total, right, jnp.zeros((*mine.shape[:-1], 0), mine.dtype)
-    head = target["head"] if "head" in target else target["embed"]
+    head = decoder.head_table(target)
     change = ((jnp.exp(log_p) - want) * weight[..., None]).astype(head.dtype)
     back = jnp.einsum("anv,ve->ane", change, head, precision=decoder.precision(change))
     return cost, total, right, back.astype(mine.dtype)

@@ -82,7 +82,7 @@ def choose(
     first = jnp.broadcast_to(anchor[:, None, None], (*candidates.shape[:1], 1, candidates.shape[2]))
     before = jnp.concatenate([first, candidates[:, :-1]], 1)
     feature = _feature(params, rows[:, :, None], decoder.embed(target, before))  # [S, N, C, R], by token before
-    table = target["head"] if "head" in target else target["embed"]
+    table = decoder.head_table(target)
     exact = functools.partial(jnp.einsum, precision=decoder.precision(rows))
     ends = exact("sice,er->sicr", table[candidates].astype(rows.dtype), params["markov_out"])
     changed = exact("sibr,sicr->sibc", feature, ends, preferred_element_type=jnp.float32)

@@ -19,7 +19,7 @@ target's. It changes no text, only how many passes of the target a text takes. U
 {texts} texts ({tokens} tokens of answers) that the target wrote itself, half to questions of its own, half
 to a list of others, greedy and at temperature 1. {steps} steps of {batch} texts x {anchors} blocks in
 {seconds:.0f} s, Muon at {rate:g} with cosine decay, a share of {soft:g} of the loss against the target's
-distribution. Held-out loss: {held:.3f} nats. Seed {seed}.
+distribution. {begun}Held-out loss: {held:.3f} nats. Seed {seed}.
 
 ## Acceptance
 
@@ -70,6 +70,7 @@ def model_card(target: str, config: DraftConfig, report: dict[str, Any], paramet
         anchors=recipe["anchors"],
         rate=recipe["learning_rate"],
         soft=recipe["soft"],
+        begun=f"Begun with the weights of {report['begun_with']}. " if report["begun_with"] else "",
         held=report["held_out_loss"],
         seed=recipe["seed"],
         questions=report["questions"],

@@ -24,6 +24,7 @@ from jattn.dflash.train import Recipe
 from jattn.dflash.train_progress import Bar
 from jattn.generate import Completion, Sampling
 from jattn.interrupts import until_interrupted
+from jattn.models import decoder
 from jattn.models.decoder import Params
 from jattn.models.loaded import LoadedModel
 from pallas_kernels.request import expect
@@ -182,6 +183,7 @@ def train_draft(model: LoadedModel, output: Path | str, plan: Plan, *, dtype: An
     report |= {
         "texts": len(texts[0]),
         "answer_tokens": int(texts[1].sum()),
+        "begun_with": plan.begin_with and plan.begin_with.name,
         "recipe": dataclasses.asdict(plan.recipe),
         "questions": plan.measured,
         "measured_tokens": _MEASURED_TOKENS,
@@ -260,7 +262,7 @@ class _Training:
             _, first = load_draft(self.plan.begin_with, self.model.config)
             return params | jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), first)
         # So that the target's head gives logits of spread 1 at first, whatever the size of its rows.
-        rows = self.target["head" if "head" in self.target else "embed"].astype(jnp.float32)
+        rows = decoder.head_table(self.target).astype(jnp.float32)
         return params | {"norm": params["norm"] / (jnp.std(rows) * len(params["norm"]) ** 0.5)}
 
     @property

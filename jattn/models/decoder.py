@@ -168,9 +168,14 @@ def embed(params: Params, tokens: Int[Array, " T"]) -> Float[Array, "T E"]:
     return params["embed"][tokens]
 
 
+def head_table(params: Params) -> Float[Array, "V E"]:
+    """The head's weights: the embedding where they are tied."""
+    return params["head"] if "head" in params else params["embed"]
+
+
 def head(params: Params, hidden: Float[Array, "R E"]) -> Float[Array, "R V"]:
     """Logits in float32 of rows that passed the last norm; give only the rows that you need."""
-    weight = params["head"] if "head" in params else params["embed"]
+    weight = head_table(params)
     return jnp.einsum("re,ve->rv", hidden, weight, precision=precision(hidden), preferred_element_type=jnp.float32)
 
 
