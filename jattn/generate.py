@@ -137,7 +137,7 @@ def perturb(
     def noisy() -> Array:
         def gumbel(seed: Array, position: Array) -> Array:
             key = jax.random.fold_in(jax.random.key(seed), position)
-            return jax.random.gumbel(key, logits.shape[1:])
+            return jax.random.gumbel(key, logits.shape[1:], logits.dtype)
 
         noise = jax.vmap(gumbel)(seed, position)
         warm = temperature[:, None] > 0

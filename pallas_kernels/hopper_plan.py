@@ -283,7 +283,7 @@ def sequence_span(row: dict[int, Array], tiling: Tiling, window: tuple[int | Non
 
 
 def table(request: AttentionRequest, operands: AttentionOperands, tiling: Tiling) -> Array:
-    """int32[8 * columns / 256, 256]: what the kernels need of each sequence, written by one or two small XLA kernels.
+    """int32[8 * columns / 256, 256]: what the kernels need of each sequence, written by one to three small XLA kernels.
 
     All of it is elementwise in the column (with gathers) but for the sums, so that XLA makes no more kernels of it.
     """
@@ -327,16 +327,18 @@ def table(request: AttentionRequest, operands: AttentionOperands, tiling: Tiling
     return _laid_out(row, dict(zip(names, sums, strict=True)), table_rows(request)).reshape(-1, FOLD)
 
 
-ONE_KERNEL = 96  # columns up to which a table by one reduction over all pairs takes XLA fewer and no longer kernels
+FEW_KERNELS = (
+    96  # columns up to which XLA makes one kernel (32) or two of a reduction over pairs; of sums apart two or three
+)
 
 
 def _laid_out(plain: dict[int, Array], summed: dict[int, Array], height: int) -> Array:
     """int32[height, columns]: rows as they are, and rows of which each column has the sum over the columns before it.
 
-    For few columns all of it is one masked reduction, of which XLA makes one kernel.
+    For few columns all of it is one masked reduction over pairs of columns.
     """
     n = plain[Q_START].shape[0]
-    if n > ONE_KERNEL:
+    if n > FEW_KERNELS:
         before = lax.optimization_barrier([_sum_before(x) for x in summed.values()])
         rows = plain | dict(zip(summed, before, strict=True))
         zero = jnp.zeros_like(plain[Q_START])

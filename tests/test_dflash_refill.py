@@ -92,3 +92,8 @@ def test_one_call_of_each_program_for_each_change():
     speculator.run(prompts()[:4], [Sampling(NEW), Sampling(3), Sampling(3), Sampling(3)])
     assert speculator.stats.calls == 2 + 2 * 3
     assert np.isfinite(speculator.stats.rate)
+
+
+def test_as_many_cycles_as_an_int32_has():
+    got = {n: completion.tokens for n, completion, _ in two_slots("ngram").stream(prompts(), MIXED, cycles=2**31 - 1)}
+    assert [got[n] for n in range(6)] == plain(*MIXED)

@@ -115,11 +115,11 @@ PLAN_CASES = [dataclasses.replace(case, dtype="bfloat16", head_dim=64) for case 
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("new_kv", [True, False])
 @pytest.mark.parametrize("case", PLAN_CASES, ids=lambda case: case.name)
-def test_the_table_is_the_same_in_one_kernel_and_in_two(case, new_kv, split, monkeypatch):
+def test_the_table_is_the_same_by_pairs_and_by_sums(case, new_kv, split, monkeypatch):
     case = dataclasses.replace(case, new_kv=new_kv, query_lens=case.query_lens * 9, context_lens=case.context_lens * 9)
     tables = []
     for columns in (0, 1 << 20):
-        monkeypatch.setattr(hopper_plan, "ONE_KERNEL", columns)
+        monkeypatch.setattr(hopper_plan, "FEW_KERNELS", columns)
         k, arrays, table = plan_of(case, split)
         tables.append(np.asarray(table.ref).reshape(-1, table.columns))
     np.testing.assert_array_equal(*tables)

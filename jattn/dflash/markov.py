@@ -110,4 +110,4 @@ def top(scores: Float[Array, "T V"]) -> tuple[Float[Array, "T C"], Int[Array, "T
     inside = jnp.take_along_axis(spans, chosen[:, :, None], 1).reshape(rows, -1)
     value, at = lax.top_k(inside, count)
     token = jnp.take_along_axis(chosen, at // _SPAN, 1) * _SPAN + at % _SPAN
-    return value, token.astype(jnp.int32)
+    return value, jnp.minimum(token, size - 1).astype(jnp.int32)  # padding is among them where too few are finite

@@ -23,7 +23,7 @@ from jattn.models.decoder import DecoderConfig, Params
 from jattn.page_allocator import PageAllocator
 from pallas_kernels.request import expect
 
-ALL = 2**30  # cycles
+ALL = 2**30  # cycles: more than any text has, and added to those of a run still an int32
 
 
 @dataclasses.dataclass
@@ -249,6 +249,7 @@ class Speculator:
 
     def _events(self, prompts: Any, sampling: Any, cycles: int) -> Iterator[tuple[int, Completion, list[int]]]:
         expect(cycles > 0, "cycles", cycles, "a positive number of blocks between two looks")
+        cycles = min(cycles, ALL)
         prompts = [[int(t) for t in prompt] for prompt in prompts]
         samplings = list(sampling) if isinstance(sampling, Sequence) else [sampling or Sampling()] * len(prompts)
         expect(len(samplings) == len(prompts), "sampling", f"{len(samplings)} of them", f"{len(prompts)}, one a prompt")

@@ -183,7 +183,7 @@ def train_draft(model: LoadedModel, output: Path | str, plan: Plan, *, dtype: An
     report |= {
         "texts": len(texts[0]),
         "answer_tokens": int(texts[1].sum()),
-        "begun_with": plan.begin_with and plan.begin_with.name,
+        "begun_with": None if plan.begin_with is None else Path(plan.begin_with).resolve().name,
         "recipe": dataclasses.asdict(plan.recipe),
         "questions": plan.measured,
         "measured_tokens": _MEASURED_TOKENS,
