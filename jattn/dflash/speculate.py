@@ -80,7 +80,7 @@ def _counts(state: State) -> tuple[Any, ...]:
 
 
 class Speculator:
-    """A model, a proposer and a pool; slots have one shape, so that the same programs serve all requests.
+    """A model, a proposer and a pool; its slots have one shape whoever sits in them, so that the same programs serve all.
 
     A request that is done makes room at once: its slot and its pages go to the next one, while its neighbours go on.
     """
@@ -150,7 +150,7 @@ class Speculator:
         self.stats = SpeculationStats()
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> int:
-        """Pages that a request needs, its blocks included.
+        """Tokens that a request has in the cache at most, its blocks included.
 
         Raises:
           ValueError: it can never run. Nothing has been written then.
@@ -164,11 +164,12 @@ class Speculator:
             f"at most {self.max_len - 1} tokens, so that one more fits {self.max_len}; shorten it or raise max_len"
         )
         expect(len(prompt) < self.max_len, "prompt", f"{len(prompt)} tokens", longest)
-        need = -(-self._room(prompt, sampling) // self.page_size)
+        size = room(len(prompt), sampling, self.max_len)
+        need = -(-size // self.page_size)
         came = f"{len(prompt)} tokens and up to {sampling.max_tokens} more with their blocks, which take {need} pages"
         fits = f"at most the pool's {self.num_pages}; shorten it, lower max_tokens or give more pages"
         expect(need <= self.num_pages, "prompt", came, fits)
-        return need
+        return size
 
     def batch(
         self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], pages: Sequence[Sequence[int]]
@@ -182,14 +183,11 @@ class Speculator:
         """
         running: list[Request | None] = [None] * self.num_slots
         for i, (prompt, s, own) in enumerate(zip(prompts, samplings, pages, strict=True)):
-            running[i] = Request(i, Completion(list(prompt)), s, self._room(prompt, s), tuple(own))
+            running[i] = Request(i, Completion(list(prompt)), s, room(len(prompt), s, self.max_len), tuple(own))
         size = self.num_slots
         tokens, done = jnp.zeros((size, self.max_len), jnp.int32), jnp.ones(size, bool)
         state = loop.new_state(self.setting, tokens, done, self.num_pages, self.page_size, self.dtype)
         return self._asked(running, self._stops(samplings)), self._admit(running, range(len(prompts)), state)
-
-    def _room(self, prompt: Sequence[int], sampling: Sampling) -> int:
-        return room(len(prompt), sampling, self.max_len)
 
     def _stop(self, sampling: Sampling) -> tuple[int, ...]:
         return self.setting.config.eos_ids if sampling.stop is None else sampling.stop
@@ -227,7 +225,7 @@ class Speculator:
     def run(
         self, prompts: Iterable[Sequence[int]], sampling: Sampling | Sequence[Sampling] | None = None
     ) -> list[Completion]:
-        """Complete prompts: one call of each program for as many as slots and pages hold, and when others enter."""
+        """Complete prompts: a call of each program for as many as slots and pages hold, two more whenever others enter."""
         done = {n: completion for n, completion, _ in self._events(prompts, sampling, ALL)}
         return [done[n] for n in sorted(done)]
 
@@ -253,10 +251,8 @@ class Speculator:
         prompts = [[int(t) for t in prompt] for prompt in prompts]
         samplings = list(sampling) if isinstance(sampling, Sequence) else [sampling or Sampling()] * len(prompts)
         expect(len(samplings) == len(prompts), "sampling", f"{len(samplings)} of them", f"{len(prompts)}, one a prompt")
-        requests = []
-        for number, (prompt, s) in enumerate(zip(prompts, samplings, strict=True)):
-            self.check(prompt, s)
-            requests.append(Request(number, Completion(prompt), s, self._room(prompt, s)))
+        pairs = enumerate(zip(prompts, samplings, strict=True))
+        requests = [Request(n, Completion(prompt), s, self.check(prompt, s)) for n, (prompt, s) in pairs]
         if requests:
             self.compile()
             slots = Slots(requests, self.num_slots, PageAllocator(self.num_pages, self.page_size))
@@ -274,6 +270,7 @@ class Speculator:
                 enough = slots.free + 1 if slots.waiting else self.num_slots
                 state, seconds = self._call(loop.decode, asked, state, cycles, enough)
             events = self._look(slots, state)
+            assert events, "a call gave nobody a token: it would go on for ever"
             added = [now - then for now, then in zip(_counts(state), before, strict=True)]
             if filled:
                 self.stats.prefill_passes += added[0]
